@@ -60,7 +60,7 @@ fn what_builds_left_beside_the_text_is_no_text() {
     };
     let digest = built(&first).ok().split_whitespace().next().unwrap().to_owned();
     let made = crate::support::tree(&first).into_keys().filter(|it| it.contains("jsonl"));
-    assert_eq!(made.count(), 2, "dropped records and what they share");
+    assert_eq!(made.count(), 3, "dropped records of two parts, and what they share");
     zdata(&["export", arg(&first), "--format", "olmo", "--out", arg(&scratch.path("olmo"))]).ok();
     let again = built(&first).err;
     for passed in ["first (a store)", "olmo (an export)"] {

@@ -207,18 +207,24 @@ def write_mds(folder, docs, compression=None):
 
 
 def open_store(store):
+    """The tokens, starts and documents of the training shards, source by source, counted in their stream."""
     import glob
 
     import pyarrow.ipc
     import pyarrow.parquet
 
-    def column(kind):
-        paths = sorted(glob.glob(os.path.join(store, "*", "train", f"{kind}s-*.arrow")))
-        return [pyarrow.ipc.open_file(path).read_all()[kind].to_pylist() for path in paths]
-
-    rows = sorted(glob.glob(os.path.join(store, "*", "train", "documents-*.parquet")))
-    documents = [pyarrow.parquet.read_table(path).to_pylist() for path in rows]
-    return {"tokens": column("token"), "starts": column("start"), "documents": documents}
+    found = {"tokens": [], "starts": [], "documents": []}
+    for source in sorted(entry.path for entry in os.scandir(store) if entry.is_dir()):
+        first = 0
+        for path in sorted(glob.glob(os.path.join(source, "*", "tokens-train-*.arrow"))):
+            other = path.replace("tokens-train-", "{}-train-")
+            starts = pyarrow.ipc.open_file(other.format("starts")).read_all()["start"].to_pylist()
+            rows = pyarrow.parquet.read_table(other.format("documents").replace(".arrow", ".parquet")).to_pylist()
+            found["starts"].append([first + start for start in starts])
+            found["documents"].append([row | {"first_token": first + row["first_token"]} for row in rows])
+            found["tokens"].append(pyarrow.ipc.open_file(path).read_all()["token"].to_pylist())
+            first += len(found["tokens"][-1])
+    return found
 
 
 def main(command, *words):

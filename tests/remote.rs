@@ -264,7 +264,7 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
     let sample = bucket.zdata(&["inspect", URL, "--sample", "3", "--corpus", arg(&far)]).ok();
     assert!(sample.contains("s3://bucket/raw/"), "{sample}");
     let work = scratch.path("work");
-    for (name, tally) in [("made", "encode: made 2 of 2 parts"), ("reused", "reused 2 parts")] {
+    for (name, tally) in [("made", "encode: made 3 of 3 parts"), ("reused", "reused 3 parts")] {
         let out = scratch.path(name);
         let told =
             bucket.zdata(&["build", arg(&far), "--cache-dir", arg(&work), "--out", arg(&out)]);
