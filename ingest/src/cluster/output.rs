@@ -11,7 +11,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use contract::{Digest, Fault, Identity, Result, json};
+use contract::{Class, Digest, Fault, Identity, Result, json};
 use store::{FileRecord, disk, regular};
 
 use super::plan::Plan;
@@ -31,7 +31,15 @@ pub(super) fn commit(
     let cache = &plan.cache;
     let (folder, record) = (cache.part_folder(key), cache.part_record(key));
     let (text, digest) = described(key, output)?;
-    if let Some((_, before)) = read(cache, key)? {
+    let there = match read(cache, key) {
+        // The part was made anew: what is damaged is replaced.
+        Err(fault) if fault.class() == Class::Data => {
+            disk::remove(&record)?;
+            None
+        }
+        there => there?,
+    };
+    if let Some((_, before)) = there {
         if before == digest {
             disk::remove(scratch)?;
             return Ok(digest);

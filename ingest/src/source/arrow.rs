@@ -9,7 +9,7 @@ use arrow::buffer::NullBuffer;
 use arrow::datatypes::{DataType, Field, Schema};
 use contract::{Fault, Identity, Result};
 
-use super::columns::{Column, Rows, only_or_null, wrong_column};
+use super::columns::{Column, Rows, check_types};
 use super::ipc::Messages;
 use super::{Fields, Input, Limits, Records, Slab, names, records};
 use crate::disk::Disk;
@@ -177,55 +177,4 @@ fn column(batch: &RecordBatch, name: &str) -> Option<(ArrayRef, Option<NullBuffe
         at = parent.column_by_name(&part)?.clone();
     }
     Some((at, nulls))
-}
-
-/// Refuses a schema whose text or id has no suitable type.
-pub(super) fn check_types(path: &Path, schema: &Schema, fields: &Fields) -> Result<()> {
-    check(path, schema, fields.path(), "strings", is_text)?;
-    let fits = |kind: &DataType| is_text(kind) || is_integer(kind);
-    fields.id.as_ref().map_or(Ok(()), |id| check(path, schema, id, "strings or integers", fits))
-}
-
-/// Refuses a schema without a suitable column at a dotted path.
-fn check(
-    path: &Path,
-    schema: &Schema,
-    name: &str,
-    wanted: &str,
-    fits: impl Fn(&DataType) -> bool,
-) -> Result<()> {
-    let mut leaves = Vec::new();
-    schema.fields().iter().for_each(|field| list_leaves(field, "", &mut leaves));
-    let names: Vec<&str> = leaves.iter().map(|(leaf, _)| leaf.as_str()).collect();
-    let is_null = |index: usize| leaves[index].1 == DataType::Null;
-    let (_, kind) = &leaves[only_or_null(path, name, &names, is_null)?];
-    if fits(kind) { Ok(()) } else { Err(wrong_column(path, name, kind, wanted)) }
-}
-
-fn list_leaves(field: &Field, prefix: &str, leaves: &mut Vec<(String, DataType)>) {
-    let name = format!("{prefix}{}", field.name());
-    match field.data_type() {
-        DataType::Struct(fields) => {
-            fields.iter().for_each(|field| list_leaves(field, &format!("{name}."), leaves));
-        }
-        kind => leaves.push((name, kind.clone())),
-    }
-}
-
-fn is_text(kind: &DataType) -> bool {
-    match kind {
-        DataType::Dictionary(_, values) => is_text(values),
-        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
-        DataType::Binary | DataType::LargeBinary | DataType::BinaryView => true,
-        // A shard in which the column has no values: its rows have no text.
-        DataType::Null => true,
-        _ => false,
-    }
-}
-
-fn is_integer(kind: &DataType) -> bool {
-    match kind {
-        DataType::Dictionary(_, values) => values.is_integer(),
-        kind => kind.is_integer(),
-    }
 }

@@ -17,8 +17,7 @@ use parquet::errors::ParquetError;
 use serde_json::{Map, Value};
 use store::pieces::Pieces;
 
-use super::arrow::check_types;
-use super::columns::{guarded_pieces, in_group, only_top};
+use super::columns::{check_types, guarded_pieces, in_group, only_top};
 use super::decompress::Tee;
 use super::{
     Document, Fields, Input, Limits, Parsed, Records, Row, Slab, TextAt, dropped, kinds, names,
