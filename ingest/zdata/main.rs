@@ -73,6 +73,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    ExitWithoutMemory::reserve_stack();
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = flag::register(consts::SIGXFSZ, Arc::default());
     // The first process of a container does not have the default action of a signal: it would outlive a request to end.

@@ -73,6 +73,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    ExitWithoutMemory::reserve_stack();
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
     trainer::refusal::speak_once();

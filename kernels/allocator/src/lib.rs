@@ -8,6 +8,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
+use std::hint;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -32,6 +33,9 @@ const LAST_WORDS: &str = "error: there is not enough memory\n  hint:   free some
 /// mimalloc's error code for a lack of memory: `ENOMEM`, the same number on every Unix.
 const NO_MEMORY: c_int = 12;
 
+/// More than the main thread of a program needs, in bytes.
+const STACK: usize = 512 << 10;
+
 thread_local! {
     /// Whether this thread is allocating a size that may be corrupt.
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
@@ -44,6 +48,13 @@ impl ExitWithoutMemory {
     pub fn in_c_too() {
         // SAFETY: stores a function that any thread may call at any time, and that ignores its argument.
         unsafe { libmimalloc_sys::mi_register_error(Some(refused), ptr::null_mut()) }
+    }
+
+    /// Lets the stack of the calling thread grow now. Later, where the machine has no page left for it, the system
+    /// would end the process by a signal, and nothing would say why.
+    #[inline(never)]
+    pub fn reserve_stack() {
+        hint::black_box(&mut [0u8; STACK]);
     }
 
     /// The result of `ask` for this many bytes.
