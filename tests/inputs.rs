@@ -109,13 +109,15 @@ fn what_is_taken_twice_or_holds_nothing_is_told() {
         |name: &str, file: &str| format!("[[source]]\nname = \"{name}\"\nfiles = [\"{file}\"]\n");
     let file = of(&scratch, "in/a.jsonl", "");
     let text = fs::read_to_string(&file).unwrap();
-    let more = source("y", "in/*a.jsonl") + &source("z", "in/none.jsonl");
+    let more =
+        source("y", "in/*a.jsonl") + "keep = [\"deep.none\"]\n" + &source("z", "in/none.jsonl");
     fs::write(&file, text.clone() + &more).unwrap();
     let built = zdata(&["build", arg(&file), "--out", arg(&scratch.path("out"))]);
     for note in [
         "note: ",
         "\"in/a.jsonl\" is taken by source x and by source y",
         "note: source z: no record in its 1 file",
+        "note: source y: no document has the field `deep.none` that `keep` names",
     ] {
         assert!(built.err.contains(note), "{built:?}");
     }

@@ -90,7 +90,7 @@ impl Bucket {
                 });
             }
         });
-        let timeout = if per_mille == 0 { "60" } else { "2" };
+        let timeout = if per_mille == 0 { "60" } else { "4" };
         Some(Bucket { child, proxy, counts, cache: scratch.path("cache"), timeout })
     }
 
@@ -191,7 +191,7 @@ fn relay(mut client: TcpStream, server: u16, trouble: Trouble) -> std::io::Resul
             return client.write_all(answer.as_bytes());
         }
         Trouble::Stall => {
-            std::thread::sleep(Duration::from_millis(2500));
+            std::thread::sleep(Duration::from_millis(4500));
             return Ok(());
         }
         _ => {}

@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use contract::{Class, Fault, Result, counted, note};
 
-use crate::assembly::request::{nameless, nothing_left};
+use crate::assembly::request::{nameless, never_kept, nothing_left};
 use crate::corpus::{Corpus, drops, stops};
 use crate::cuts;
 use crate::progress::{Measure, PartProgress, Progress};
@@ -71,8 +71,15 @@ type Read<T> = std::result::Result<T, Damaged>;
 /// What a worker found.
 enum Seen {
     /// The records of a slab, with `raw` bytes of the file read so far: the number of documents, whether one of them
-    /// has its own id, and the bad records.
-    Records { file: usize, raw: u64, documents: u64, named: bool, bad: Vec<(&'static str, Fault)> },
+    /// has its own id, whether one has a value by kept column, and the bad records.
+    Records {
+        file: usize,
+        raw: u64,
+        documents: u64,
+        named: bool,
+        kept: Vec<bool>,
+        bad: Vec<(&'static str, Fault)>,
+    },
     /// The end of a file, with its size in bytes.
     FileEnd(u64),
 }
@@ -135,6 +142,8 @@ struct Counted {
     bad: u64,
     /// Whether a document has its own id.
     named: bool,
+    /// Whether a document has a value, by kept column.
+    kept: Vec<bool>,
     /// Other records by reason.
     reasons: BTreeMap<&'static str, u64>,
     /// The first place at which a build would stop.
@@ -203,8 +212,9 @@ impl<'a> Count<'a> {
         match seen {
             Ok(Seen::Records { file, .. }) | Err(Damaged { file, .. })
                 if self.damaged == Some(file) => {}
-            Ok(Seen::Records { file, raw, documents, named, bad }) => {
+            Ok(Seen::Records { file, raw, documents, named, kept, bad }) => {
                 self.counted.named |= named;
+                any_of(&mut self.counted.kept, &kept);
                 self.counted.documents += documents;
                 for (reason, fault) in bad {
                     *self.counted.reasons.entry(reason).or_default() += 1;
@@ -290,12 +300,13 @@ struct Total<'a> {
 impl Total<'_> {
     fn add(&mut self, source: usize, part: Counted) {
         self.end_before(source);
-        let Counted { documents, bad, named, reasons, stop } = part;
+        let Counted { documents, bad, named, kept, reasons, stop } = part;
         self.checked.documents += documents;
         self.checked.bad += bad;
         self.checked.stop = self.checked.stop.take().or(stop);
         self.of.documents += documents;
         self.of.named |= named;
+        any_of(&mut self.of.kept, &kept);
         for (reason, count) in reasons {
             *self.of.reasons.entry(reason).or_default() += count;
         }
@@ -305,7 +316,7 @@ impl Total<'_> {
     fn end_before(&mut self, source: usize) {
         while self.source < source {
             let of = &self.corpus.sources[self.source];
-            let Counted { documents, named, reasons, .. } = std::mem::take(&mut self.of);
+            let Counted { documents, named, kept, reasons, .. } = std::mem::take(&mut self.of);
             if documents == 0 && !reasons.is_empty() {
                 let reasons = reasons.into_iter();
                 let fault = nothing_left(&of.name, reasons.map(|(reason, n)| (n, reason)));
@@ -314,9 +325,19 @@ impl Total<'_> {
             if let (Some(id), false, true) = (&of.fields.id, named, documents > 0) {
                 note!("{}", nameless(&of.name, id));
             }
+            let columns = of.fields.keep.iter().zip(kept).filter(|_| documents > 0);
+            for (column, _) in columns.filter(|(_, kept)| !kept) {
+                note!("{}", never_kept(&of.name, column));
+            }
             self.source += 1;
         }
     }
+}
+
+/// Adds to the columns with a value those of more documents.
+fn any_of(all: &mut Vec<bool>, more: &[bool]) {
+    all.resize(more.len().max(all.len()), false);
+    all.iter_mut().zip(more).for_each(|(any, value)| *any |= value);
 }
 
 /// Checks what was read, on any thread.
@@ -334,13 +355,19 @@ fn look(only: &Corpus, part: Part) -> Result<Option<Read<Seen>>> {
         all => all?,
     };
     let (mut documents, mut named, mut bad) = (0, false, Vec::new());
+    let mut kept = vec![false; of.fields.keep.len()];
     for parsed in all {
         match parsed {
             Parsed::Dropped { reason, fault, .. } => bad.push((reason, fault)),
             Parsed::Document(mut document) => {
                 named |= document.id.is_some();
                 match of.recipe.text(&mut document) {
-                    Ok(()) => documents += 1,
+                    Ok(()) => {
+                        documents += 1;
+                        kept.iter_mut()
+                            .zip(&document.kept)
+                            .for_each(|(any, v)| *any |= v.is_some());
+                    }
                     // A record from which the template or the chat makes no text.
                     Err(none) => {
                         let place = || document.place(&of.files[file].shown);
@@ -350,7 +377,7 @@ fn look(only: &Corpus, part: Part) -> Result<Option<Read<Seen>>> {
             }
         }
     }
-    Ok(Some(Ok(Seen::Records { file, raw, documents, named, bad })))
+    Ok(Some(Ok(Seen::Records { file, raw, documents, named, kept, bad })))
 }
 
 #[cfg(test)]

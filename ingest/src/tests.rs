@@ -333,18 +333,6 @@ proptest! {
 }
 
 #[test]
-fn what_another_version_began_is_refused_with_what_to_do() {
-    let bench = Workbench::new(9);
-    let (corpus, store) = (bench.corpus(""), bench.path("store"));
-    bench.write("store/.build/journal.jsonl", "{\"tokenizer\":{}}\n");
-    let fault = refused(&corpus, &store);
-    let told = fault.to_string();
-    assert_eq!(fault.class(), Class::Usage);
-    assert!(told.contains("another version") && told.contains("delete the folder"), "{told}");
-    assert!(store.join(".build/journal.jsonl").exists());
-}
-
-#[test]
 fn a_store_answers_only_to_its_own_request() {
     let bench = Workbench::new(90);
     let store = bench.path("store");

@@ -210,6 +210,11 @@ pub(crate) fn nameless(source: &str, id: &str) -> String {
     format!("note: source {source}: no record has its id `{id}`: they are called FILE#ROW")
 }
 
+/// The note for a field that `keep` names and no document has.
+pub(crate) fn never_kept(source: &str, column: &str) -> String {
+    format!("note: source {source}: no document has the field `{column}` that `keep` names")
+}
+
 /// The fault for a source whose records were all dropped, with counts by reason.
 pub(crate) fn nothing_left<'a>(
     source: &str,

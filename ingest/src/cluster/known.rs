@@ -3,10 +3,12 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use contract::{Fault, Identity, Result};
+use contract::{Class, Digest, Fault, Identity, Result, note};
 use store::disk;
 
 use super::key::cache_key;
+use super::output;
+use super::part;
 use super::plan::Plan;
 use super::result::{self, TaskResult};
 use super::stage::Stage;
@@ -45,6 +47,26 @@ impl Plan {
         match stage {
             Stage::Scan => Ok(()),
             Stage::Encode => disk::remove(&self.cache.part_folder(key)),
+        }
+    }
+
+    /// The digest of the part with this key; none if it does not exist. A damaged part is removed, so that its task
+    /// makes it again.
+    pub(super) fn whole_part(&self, stage: Stage, key: Identity) -> Result<Option<Digest>> {
+        if !self.holds(stage, key) {
+            return Ok(None);
+        }
+        let read = match stage {
+            Stage::Scan => part::whole_digest(&self.cache.part(key), key),
+            Stage::Encode => output::whole_digest(&self.cache, key),
+        };
+        match read {
+            Err(fault) if fault.class() == Class::Data => {
+                note!("note: {fault}: it is made again");
+                self.remove_part(stage, key)?;
+                Ok(None)
+            }
+            read => read.map(Some),
         }
     }
 

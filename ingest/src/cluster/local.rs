@@ -7,8 +7,6 @@ use contract::{Class, Fault, Result, note};
 use store::Manifest;
 
 use super::merge::{Links, assemble};
-use super::output;
-use super::part::whole_digest;
 use super::plan::Plan;
 use super::result::TaskResult;
 use super::scan;
@@ -90,22 +88,7 @@ fn forget_damaged(plan: &Plan, stage: Stage) -> Result<()> {
             Err(fault) if fault.class() == Class::Data => None,
             result => result?,
         };
-        let Some(result) = result else { continue };
-        let key = result.part;
-        if !plan.holds(stage, key) {
-            continue;
-        }
-        let looked = match stage {
-            Stage::Scan => whole_digest(&plan.cache.part(key), key),
-            Stage::Encode => output::whole_digest(&plan.cache, key),
-        };
-        match looked {
-            Err(fault) if fault.class() == Class::Data => {
-                note!("note: {fault}: it is made again");
-                plan.remove_part(stage, key)?;
-            }
-            looked => drop(looked?),
-        }
+        result.map_or(Ok(None), |result| plan.whole_part(stage, result.part))?;
     }
     Ok(())
 }

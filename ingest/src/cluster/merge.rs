@@ -130,10 +130,7 @@ fn tell_of_fields(source: &Source, builder: &SourceBuilder<'_>) {
         note!("{}", request::nameless(&source.name, id));
     }
     for column in builder.never_kept() {
-        note!(
-            "note: source {}: no document has the field `{column}` that `keep` names",
-            source.name
-        );
+        note!("{}", request::never_kept(&source.name, column));
     }
 }
 

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::sync::Mutex;
 
-use contract::{Class, Digest, Fault, Identity, Result, note};
+use contract::{Digest, Fault, Identity, Result};
 use store::{DocumentRecord, Manifest, disk};
 
 use super::key::{Content, cache_key};
 use super::output;
-use super::part::{PartWriter, digest_at_end, whole_digest};
+use super::part::{PartWriter, digest_at_end};
 use super::plan::Plan;
 use super::prune;
 use super::result::{self, TaskResult};
@@ -233,7 +233,7 @@ impl<'a> Runner<'a> {
         let name = TaskResult::name(stage, task);
         if let (Some(known), None) = (&known, &before) {
             let part = key(known);
-            if let Some(digest) = self.there(stage, part)? {
+            if let Some(digest) = plan.whole_part(stage, part)? {
                 prune::used(&plan.known_by(stage, part));
                 let (of, inputs) = (name, result::stamped(known, stamps));
                 TaskResult { of, inputs, part, digest, reused: true }.commit(plan, stage, task)?;
@@ -251,26 +251,6 @@ impl<'a> Runner<'a> {
         let inputs = result::stamped(&contents, stamps);
         TaskResult { of: name, inputs, part, digest, reused: false }.commit(plan, stage, task)?;
         Ok((if before.is_some() { Ran::Again(digest) } else { Ran::New(digest) }, told))
-    }
-
-    /// The digest of the part with this key, if it exists.
-    fn there(&self, stage: Stage, key: Identity) -> Result<Option<Digest>> {
-        let cache = &self.plan.cache;
-        if !self.plan.holds(stage, key) {
-            return Ok(None);
-        }
-        let looked = match stage {
-            Stage::Scan => whole_digest(&cache.part(key), key),
-            Stage::Encode => output::whole_digest(cache, key),
-        };
-        match looked {
-            Err(fault) if fault.class() == Class::Data => {
-                note!("note: {fault}: it is made again");
-                self.plan.remove_part(stage, key)?;
-                Ok(None)
-            }
-            looked => looked.map(Some),
-        }
     }
 
     /// The content of a task's files, where it is needed before they are read: to look for an existing part. Taken from
