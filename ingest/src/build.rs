@@ -3,6 +3,8 @@
 //! Reads top to bottom: check whether the store is done, lock the folder of parts, cut the corpus into tasks, make the
 //! store from their parts. Parts of a killed or an earlier build are reused.
 
+mod forecast;
+
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -10,6 +12,7 @@ use contract::{Fault, Result, counted, note};
 use store::disk::{self, Lock};
 use store::{Manifest, open};
 
+pub use self::forecast::{Forecast, RECORD_FACTOR, SourceForecast, forecast};
 pub use crate::assembly::{Options, built, is_of_a_store};
 use crate::cache_dir::{CacheDir, apart_from};
 use crate::cluster;
@@ -191,7 +194,7 @@ fn clear_work(store: &Path, quiet: bool) -> Result<()> {
     cache.clear(quiet)
 }
 
-/// A store needs its own folder; what an older version left unfinished there cannot be resumed.
+/// A store needs its own folder.
 fn refuse_foreign(store: &Path) -> Result<()> {
     storage::staging::refuse_link(store)?;
     storage::staging::refuse_long(store)?;
@@ -201,20 +204,12 @@ fn refuse_foreign(store: &Path) -> Result<()> {
     }
     let entries = disk::entries(store)?;
     let Some(entry) = entries.first() else { return Ok(()) };
-    if store.join(open::BUILD_FOLDER).join(OLD_JOURNAL).exists() {
-        return Err(Fault::usage("another version of zdata began a build in this folder")
-            .at(store.display().to_string())
-            .hint("delete the folder and run the same command again, or let that version end it"));
-    }
     Err(Fault::usage("this folder holds something else")
         .at(store.display().to_string())
         .found(entry.file_name().unwrap_or_default().to_string_lossy())
         .wanted("a new or empty folder, or a store")
         .hint("name another --out"))
 }
-
-/// The journal of builds before parts were introduced.
-const OLD_JOURNAL: &str = "journal.jsonl";
 
 #[cfg(test)]
 mod tests;

@@ -119,7 +119,7 @@ pub(crate) fn run(
 }
 
 /// Turns what was read into its step.
-fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Option<Step>> {
+pub(crate) fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Option<Step>> {
     Ok(Some(match part {
         Part::Slab { slab, source, file, raw } => {
             let of = &corpus.sources[source];

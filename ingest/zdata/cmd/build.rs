@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result, counted, note};
-use ingest::build::Options;
+use contract::{Fault, Result, counted, note, words};
+use ingest::build::{Forecast, Options, RECORD_FACTOR, SourceForecast};
 use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, check, inspect, moved};
@@ -24,11 +24,14 @@ pub(crate) struct Args {
     #[arg(value_parser = super::place())]
     corpus: Location,
     /// The folder that becomes the store, or s3://bucket/prefix.
-    #[arg(long, required_unless_present = "check", value_parser = super::place())]
+    #[arg(long, required_unless_present_any = ["check", "dry_run"], value_parser = super::place())]
     out: Option<Location>,
     /// Build nothing: read everything, and list the records that are not documents.
     #[arg(long, conflicts_with_all = ["out", "encoder", "executor", "cache_dir", "sbatch"])]
     check: bool,
+    /// Build nothing: show parts, bytes, about how many tokens, the size of the store and the memory of a build.
+    #[arg(long, conflicts_with_all = ["check", "executor", "cache_dir", "sbatch"])]
+    dry_run: bool,
     /// Refused: see `refuse_from`.
     #[arg(long, hide = true, value_name = "STORE", value_parser = super::place())]
     from: Option<Location>,
@@ -187,6 +190,49 @@ fn check(corpus: &Corpus, json: bool, options: check::Options) -> Result<()> {
     })
 }
 
+/// Shows what a build would read, write and need.
+fn dry_run(corpus: &Corpus, json: bool, engine: Option<Engine>, workers: usize) -> Result<()> {
+    let forecast = ingest::build::forecast(corpus, engine, workers)?;
+    let answer = serde_json::to_value(&forecast)
+        .map_err(|error| Fault::bug("a forecast is not JSON").found(error))?;
+    output::answer(json, &answer, || shown(&forecast))
+}
+
+/// A forecast as text.
+fn shown(forecast: &Forecast) -> String {
+    let Forecast { sources, part_bytes, store_bytes, workers, memory_bytes, max_document_bytes } =
+        forecast;
+    let mut text = String::new();
+    for SourceForecast {
+        source,
+        files,
+        bytes,
+        parts,
+        sampled_bytes,
+        documents,
+        tokens,
+        compared,
+    } in sources
+    {
+        let of = [counted(*files, "file"), words::bytes(*bytes), counted(*parts, "part")];
+        let about = if sampled_bytes == bytes { "" } else { "about " };
+        let counts = [counted(*documents, "document"), counted(*tokens, "token")];
+        let compared = if *compared { ", before documents are compared" } else { "" };
+        text += &format!("{source}: {}; {about}{}{compared}\n", of.join(", "), counts.join(", "));
+    }
+    let parts: u64 = sources.iter().map(|source| source.parts).sum();
+    let (part_bytes, store) = (words::bytes(*part_bytes), words::bytes(*store_bytes));
+    let (memory, record) = (words::bytes(*memory_bytes), words::bytes(*max_document_bytes));
+    let workers = counted(*workers, "worker");
+    text += &format!("parts: {parts}, of at most {part_bytes} (part_bytes) or one file\n");
+    text += &format!("store: about {store}\n");
+    text += &format!(
+        "memory: at most {memory} with {workers}, and {RECORD_FACTOR} times the longest record that each of them \
+         reads (max_document_bytes allows {record})\n"
+    );
+    text
+}
+
 /// Does it.
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     if let Some(from) = &args.from {
@@ -209,6 +255,9 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
     });
+    if args.dry_run {
+        return dry_run(&corpus, args.json, engine, workers);
+    }
     let options = Options { workers, engine, quiet, work: args.cache_dir.clone() };
     let manifest = if args.executor == Place::Slurm {
         by_slurm(&corpus, &args, &options)?
