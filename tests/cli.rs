@@ -535,3 +535,60 @@ fn a_shell_completes_commands_and_man_shows_them() {
     #[cfg(feature = "train")]
     assert!(crate::support::ztrain(&["manual", "bench"]).ok().contains("ztrain bench"));
 }
+
+/// An order shuffled by an algorithm that is not ours passes; a sorted, an affine or a partly sorted one, one with a
+/// number twice and one that is not numbers fail, each with its line.
+#[test]
+fn an_order_of_anybody_is_compared_with_chance() {
+    let scratch = Scratch::new();
+    let n = 30_011u64;
+    let mut state = 5u64;
+    let mut next = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    };
+    let mut fisher_yates = || {
+        let mut order: Vec<u64> = (0..n).collect();
+        for i in (1..n).rev() {
+            order.swap(i as usize, (next() % (i + 1)) as usize);
+        }
+        order
+    };
+    let (good, epoch) = (fisher_yates(), fisher_yates());
+    let write = |name: &str, order: &[u64]| {
+        let lines: String = order.iter().map(|value| format!("{value}\n")).collect();
+        scratch.write(name, lines)
+    };
+    let (good_file, epoch_file) = (write("good", &good), write("epoch", &epoch));
+    let test = |args: &[&str]| zdata(&[&["shuffle-test"][..], args].concat());
+    let passed = test(&[arg(&good_file), "--next-epoch", arg(&epoch_file)]).ok();
+    assert!(passed.contains("passes") && passed.contains("next epoch"), "{passed}");
+    test(&[arg(&write("begun", &good[..9000])), "--of", "30011"]).ok();
+    let told: serde_json::Value =
+        serde_json::from_str(&test(&["--length", "65537", "--seeds", "3", "--json"]).ok()).unwrap();
+    assert_eq!((&told["passes"], &told["positions"]), (&true.into(), &8192.into()));
+    let sorted: Vec<u64> = (0..n).collect();
+    let affine: Vec<u64> = (0..n).map(|i| i * 9973 % n).collect();
+    let mut buffer = good.clone();
+    buffer.chunks_mut(64).for_each(<[u64]>::sort_unstable);
+    for (name, order, measure) in [
+        ("sorted", &sorted, "lag 1"),
+        ("affine", &affine, "differences"),
+        ("buffer", &buffer, "lag 1"),
+    ] {
+        test(&[arg(&write(name, order))]).fails(3, &["does not look like chance", measure]);
+    }
+    // The next epoch in the same order is not shuffled.
+    let same = [arg(&good_file), "--next-epoch", arg(&good_file)];
+    test(&same).fails(3, &["rank correlation with the next epoch"]);
+    let mut twice = good.clone();
+    twice[7000] = twice[8];
+    test(&[arg(&write("twice", &twice))]).fails(3, &["twice:7001", "line 9 has too"]);
+    let words = scratch.write("words", "1\ntwo\n");
+    test(&[arg(&words)]).fails(3, &["words:2", "two", "numpy.savetxt"]);
+    test(&[arg(&write("short", &[0, 1, 2]))]).fails(3, &["too short", "3 numbers"]);
+    test(&[arg(&good_file), "--of", "9000"]).fails(2, &["30011", "at most 9000"]);
+    test(&[]).fails(2, &["ORDER"]);
+}

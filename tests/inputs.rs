@@ -326,6 +326,29 @@ fn a_long_line_is_held_three_times_at_most() {
     assert!(held < (3 * mib + mib / 4) << 20, "{} MiB for a line of {mib} MiB", held >> 20);
 }
 
+/// A build needs no more memory than its dry run says, which writes nothing.
+#[test]
+fn a_dry_run_bounds_the_memory_of_a_build_and_writes_nothing() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    for name in ["in/a.jsonl", "in/b.jsonl", "in/c.jsonl"] {
+        scratch.write(name, json_lines(1, 4000));
+    }
+    let file = of(&scratch, "in/*.jsonl", "part_bytes = 1");
+    let out = scratch.path("out");
+    let before = fs::read_dir(scratch.path("")).unwrap().count();
+    let shown = zdata(&["build", arg(&file), "--dry-run"]).ok();
+    assert!(shown.starts_with("x: 3 files, ") && shown.contains(", 3 parts; "), "{shown}");
+    let told = zdata(&["build", arg(&file), "--dry-run", "--workers", "2", "--json"]).ok();
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    assert_eq!(told["sources"][0]["documents"], 12_000);
+    assert_eq!(fs::read_dir(scratch.path("")).unwrap().count(), before);
+    let args = ["build", arg(&file), "--out", arg(&out), "--workers", "2"];
+    let (held, bound) = (peak(zdata_command(&args)), told["memory_bytes"].as_u64().unwrap());
+    assert!(held < bound && bound < 1 << 30, "{held} {bound}");
+    zdata(&["build", arg(&file), "--dry-run", "--check"]).fails(2, &["cannot be used with"]);
+}
+
 /// A name that is too long is an error of the user, even if only a suffix that is added makes it too long.
 #[test]
 fn a_name_that_is_too_long_is_wrong_use() {

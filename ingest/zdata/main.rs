@@ -64,6 +64,8 @@ enum Command {
     Amend(cmd::amend::Args),
     /// Recompute every data digest of a run.
     VerifyRun(cmd::verify_run::Args),
+    /// Test whether an order looks like chance: ours, or any that a file lists.
+    ShuffleTest(cmd::shuffle_test::Args),
     /// Print the keys of a corpus file or of a curriculum as JSON Schema.
     Schema(cmd::schema::Args),
     /// Print what a shell completes behind `zdata`.
@@ -114,6 +116,7 @@ fn run(Cli { command, quiet }: Cli) -> Result<()> {
         Command::Where(args) => cmd::whereabouts::exec(args),
         Command::Amend(args) => cmd::amend::exec(args),
         Command::VerifyRun(args) => cmd::verify_run::exec(args, quiet),
+        Command::ShuffleTest(args) => cmd::shuffle_test::exec(&args),
         Command::Schema(args) => cmd::schema::exec(&args),
         Command::Completions(args) => cmd::completions::exec(&args, Cli::command()),
         Command::Manual(args) => cmd::completions::manual(&args, Cli::command()),

@@ -39,6 +39,7 @@ mod planning;
 mod remainder;
 pub mod sample;
 mod segment;
+pub mod shuffle_test;
 mod visits;
 
 pub use bans::Ban;

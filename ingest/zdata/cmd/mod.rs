@@ -15,6 +15,7 @@ pub(crate) mod plan;
 pub(crate) mod publish;
 mod recorded;
 pub(crate) mod schema;
+pub(crate) mod shuffle_test;
 pub(crate) mod task;
 pub(crate) mod tokenizer;
 pub(crate) mod verify;

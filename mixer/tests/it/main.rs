@@ -7,3 +7,4 @@ mod curriculum;
 mod edits;
 mod mixing;
 mod oracle;
+mod shuffle;

@@ -1,15 +1,12 @@
 //! The shuffle suite: does a keyed permutation look like chance where training would notice?
 //!
-//! Each measure is a standard score against a uniformly random order: near 0 for a good shuffle, whatever its key.
 //! Ours passes at every size; two published schemes, rewritten here from their descriptions and known to be weak,
 //! are flagged by the same measures with the same limit. A suite that nothing fails would prove nothing.
 
 use std::collections::BTreeMap;
 
 use contract::{Key, Permutation, Purpose, draw};
-
-/// Beyond this a score is not chance: about one in two million for one measure.
-const LIMIT: f64 = 5.0;
+use mixer::shuffle_test::{self, SCORE_LIMIT as LIMIT};
 
 /// Sizes: primes, powers of two and their neighbours, and what training meets.
 const SIZES: [u64; 12] = [
@@ -108,135 +105,14 @@ fn walking(n: u64, encrypt: impl Fn(u64) -> u64 + 'static) -> Order {
     })
 }
 
-/// Every measure of the first `count` positions of one order, by name; `next` is the order of the next epoch.
-fn scores(n: u64, count: usize, order: &Order, next: &Order) -> BTreeMap<String, f64> {
-    let values: Vec<u64> = (0..count as u64).map(order).collect();
-    let mut scores = BTreeMap::new();
-    let mut put = |name: &str, score: f64| {
-        scores.insert(name.to_owned(), score);
-    };
-    put("parity of neighbours", parity(n, &values));
-    put("longest run of one parity", longest_run(&values));
-    put("chi2 of windows", windows(n, &values));
-    put("neighbours in a window, 16 apart", clustering(n, &values, 16));
-    put("neighbours in a window, n/2^16 apart", clustering(n, &values, (n >> 16).max(1)));
-    put("repeated differences", differences(n, &values, |a, b| (b + n - a) % n));
-    // Two values of a set whose size is not a power of two differ by some patterns less often: only an excess counts.
-    put("repeated xor differences", differences(n, &values, |a, b| a ^ b).max(0.0));
-    for (bit, score) in bits(n, &values).into_iter().enumerate() {
-        put(&format!("bit {bit}"), score);
-    }
-    // Neighbours, powers of two, and the sides of the rectangle that a Feistel network works on.
-    let side = n.isqrt();
-    for lag in [1, 2, 3, 256, 1024, side, side + 1, 1 << (64 - side.leading_zeros())] {
-        let later: Vec<u64> = (0..count as u64).map(|i| order((i + lag) % n)).collect();
-        put(&format!("serial correlation, lag {lag}"), correlation(n, &values, &later));
-    }
-    let epoch: Vec<u64> = (0..count as u64).map(next).collect();
-    put("rank correlation with the next epoch", correlation(n, &values, &epoch));
-    scores
-}
-
-fn parity(n: u64, values: &[u64]) -> f64 {
-    let pairs = (values.len() - 1) as f64;
-    let (even, odd) = (n.div_ceil(2) as f64, (n / 2) as f64);
-    let chance = (even * (even - 1.0) + odd * (odd - 1.0)) / (n as f64 * (n as f64 - 1.0));
-    let same = values.windows(2).filter(|pair| (pair[0] ^ pair[1]) & 1 == 0).count() as f64;
-    (same - pairs * chance) / (pairs * chance * (1.0 - chance)).sqrt()
-}
-
-/// Runs are geometric: one of `length` or more has a chance of `values x 2^-length`.
-fn longest_run(values: &[u64]) -> f64 {
-    let (mut longest, mut run) = (1u32, 1u32);
-    for pair in values.windows(2) {
-        run = if (pair[0] ^ pair[1]) & 1 == 0 { run + 1 } else { 1 };
-        longest = longest.max(run);
-    }
-    // The score that a normal variable exceeds with that chance, roughly.
-    let surprise = f64::from(longest) - (values.len() as f64).log2();
-    if surprise <= 0.0 { 0.0 } else { (2.0 * std::f64::consts::LN_2 * surprise).sqrt() }
-}
-
-/// How evenly windows of 256 positions draw from 256 parts of the whole.
-fn windows(n: u64, values: &[u64]) -> f64 {
-    let start_of = |part: u64| (part * n).div_ceil(256);
-    let (mut chi2, mut degrees) = (0.0, 0.0);
-    for window in values.chunks_exact(256) {
-        let mut counts = [0u32; 256];
-        window.iter().for_each(|&value| counts[(value * 256 / n) as usize] += 1);
-        for (part, &count) in counts.iter().enumerate() {
-            let size = (start_of(part as u64 + 1) - start_of(part as u64)) as f64;
-            let due = 256.0 * size / n as f64;
-            chi2 += (f64::from(count) - due).powi(2) / due;
-        }
-        degrees += 255.0;
-    }
-    // Sampling without replacement is slightly more even.
-    let without = (n as f64 - 1.0) / (n as f64 - 256.0);
-    (chi2 * without - degrees) / (2.0f64 * degrees).sqrt()
-}
-
-/// Pairs inside windows of 256 positions whose values are at most `distance` apart in the source.
-fn clustering(n: u64, values: &[u64], distance: u64) -> f64 {
-    let (mut near, mut pairs) = (0u64, 0.0);
-    for window in values.chunks_exact(256) {
-        let mut sorted = window.to_vec();
-        sorted.sort_unstable();
-        for (index, value) in sorted.iter().enumerate() {
-            near +=
-                sorted[index + 1..].iter().take_while(|&other| other - value <= distance).count()
-                    as u64;
-        }
-        pairs += 256.0 * 255.0 / 2.0;
-    }
-    let (n, distance) = (n as f64, distance as f64);
-    let chance = 2.0 * (n - (distance + 1.0) / 2.0) * distance / (n * (n - 1.0));
-    poisson(near, pairs * chance)
-}
-
-/// Pairs of neighbouring positions that differ by the same amount.
-fn differences(n: u64, values: &[u64], between: impl Fn(u64, u64) -> u64) -> f64 {
-    let mut all: Vec<u64> = values.windows(2).map(|pair| between(pair[0], pair[1])).collect();
-    all.sort_unstable();
-    let repeats: u64 =
-        all.chunk_by(|a, b| a == b).map(|same| (same.len() * (same.len() - 1) / 2) as u64).sum();
-    let pairs = all.len() as f64 * (all.len() as f64 - 1.0) / 2.0;
-    poisson(repeats, pairs / (n as f64 - 1.0))
-}
-
-/// How often each bit of the value is set.
-fn bits(n: u64, values: &[u64]) -> Vec<f64> {
-    let (count, top) = (values.len() as f64, 63 - (n - 1).leading_zeros());
-    let score = |bit: u32| {
-        let cycle = 1u64 << (bit + 1);
-        let ones = n / cycle * (cycle / 2) + (n % cycle).saturating_sub(cycle / 2);
-        let chance = ones as f64 / n as f64;
-        let found = values.iter().filter(|&value| value >> bit & 1 == 1).count() as f64;
-        let spread =
-            (count * chance * (1.0 - chance) * (1.0 - (count - 1.0) / (n as f64 - 1.0))).sqrt();
-        // A bit that is expected to be set only a few times has no meaningful score.
-        if spread < 3.0 { 0.0 } else { (found - count * chance) / spread }
-    };
-    (0..=top).map(score).collect()
-}
-
-fn correlation(n: u64, a: &[u64], b: &[u64]) -> f64 {
-    let (mean, n) = ((n as f64 - 1.0) / 2.0, n as f64);
-    let sum: f64 = a.iter().zip(b).map(|(&a, &b)| (a as f64 - mean) * (b as f64 - mean)).sum();
-    let variance = (n * n - 1.0) / 12.0;
-    sum / variance / (a.len() as f64).sqrt()
-}
-
-/// The score of a count of rare events, by a transform that makes its spread 1 (Anscombe).
-fn poisson(found: u64, due: f64) -> f64 {
-    2.0 * ((found as f64 + 0.375).sqrt() - (due + 0.375).sqrt())
+/// Every measure of the first `count` positions of one order; `next` is the order of the next epoch.
+fn scores(n: u64, count: u64, order: &Order, next: &Order) -> BTreeMap<String, f64> {
+    shuffle_test::scores(n, count, &|index| Some(order(index)), Some(&|index| Some(next(index))))
 }
 
 /// The measures of one order beyond the limit.
 fn flags(scheme: Scheme, seed: u64, n: u64) -> Vec<(String, f64)> {
-    // All of a small domain would leave nothing to chance: every bit would be balanced, every window a remainder.
-    let count = (n / 8).min(65_536) as usize;
-    let found = scores(n, count, &scheme(seed, n), &scheme(seed + 1, n));
+    let found = scores(n, shuffle_test::positions(n), &scheme(seed, n), &scheme(seed + 1, n));
     found.into_iter().filter(|(_, score)| score.abs() > LIMIT || score.is_nan()).collect()
 }
 
