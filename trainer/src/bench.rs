@@ -292,7 +292,7 @@ fn memory_of_all(
     sizes.iter().for_each(|size| {
         mine.word(*size);
     });
-    let heard = team.tell("the sizes of ranks", &mine)?;
+    let heard = team.all_gather("the sizes of ranks", &mine)?;
     let ProcessMesh { degrees, flat, grad_reduce, .. } = *team;
     let names = team.group.nodes();
     // A CPU counts none.

@@ -68,7 +68,7 @@ impl OpenRun {
     pub(crate) fn take_checkpoints(
         &self,
         wanted: Option<&Location>,
-        (holds, patience): (&RunLocks, Duration),
+        (locks, patience): (&RunLocks, Duration),
     ) -> Result<Checkpoints> {
         let (folder, recorded) = (self.folder.clone(), self.ledger.last_step());
         let found = folder.elsewhere()?;
@@ -114,7 +114,7 @@ impl OpenRun {
             self.may_claim(&place, &checkpoints)?;
         }
         if let Location::Local(path) = &place {
-            holds.take_place(path, patience)?;
+            locks.take_place(path, patience)?;
         }
         let new = found.is_none();
         let words = found.map_or_else(|| folder.word(), |(_, words)| words);
@@ -285,13 +285,13 @@ impl RunFolder {
     }
 
     /// Takes the folder for the processes of this run, once no other run holds it.
-    pub fn take(&self, holds: &RunLocks, patience: Duration) -> Result<()> {
+    pub fn take(&self, locks: &RunLocks, patience: Duration) -> Result<()> {
         if self.root.join(MANIFEST).exists() {
             return Err(Fault::usage("this folder holds a store, which is never altered")
                 .at(self.root.display().to_string())
                 .hint("name another folder for the run with --out"));
         }
-        holds.take_folder(&self.root, patience)
+        locks.take_folder(&self.root, patience)
     }
 
     /// Takes the folder for `spec`: begins a run, or continues its run if that is the same one. Waits up to `patience`
@@ -301,10 +301,10 @@ impl RunFolder {
         spec: &RunSpec,
         source: &Location,
         table: &KernelTable,
-        (holds, patience, restart): (&RunLocks, Duration, bool),
+        (locks, patience, restart): (&RunLocks, Duration, bool),
     ) -> Result<OpenRun> {
-        self.take(holds, patience)?;
-        let writing = holds.write(patience)?;
+        self.take(locks, patience)?;
+        let writing = locks.write(patience)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
         if let Some(ledger) = &found {

@@ -85,11 +85,11 @@ fn not_computed(said: &str) -> Fault {
 
 /// Silences the default message of panics that become such faults; other panics print as before. Called once, when a
 /// program starts.
-pub fn speak_once() {
-    let speak = panic::take_hook();
+pub fn print_panics_once() {
+    let print_default = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         if !want::is_refused() {
-            speak(info);
+            print_default(info);
         }
     }));
 }

@@ -108,7 +108,7 @@ impl Validation {
                 Progress::Left => {}
             }
         }
-        let losses = told(team, windows.len(), &mine)?;
+        let losses = gather_losses(team, windows.len(), &mine)?;
         let mut sums: Vec<SourceLoss> = Vec::new();
         for (Window { source, .. }, Loss { loss, labels }) in windows.into_iter().zip(losses) {
             match sums.last_mut() {
@@ -147,12 +147,12 @@ enum Progress {
 fn progress(team: &ProcessMesh<'_>, asked: bool, left: usize) -> Result<Progress> {
     let mut words = WordWriter::default();
     words.word(u64::from(asked)).word(left as u64);
-    let heard = team.tell("the progress on held-out text", &words)?;
+    let gathered = team.all_gather("the progress on held-out text", &words)?;
     let (mut stopped, mut done) = (false, true);
-    for mut heard in heard.readers() {
-        stopped |= heard.word()? != 0;
-        done &= heard.word()? == 0;
-        heard.end()?;
+    for mut gathered in gathered.readers() {
+        stopped |= gathered.word()? != 0;
+        done &= gathered.word()? == 0;
+        gathered.end()?;
     }
     Ok(match (done, stopped) {
         (true, _) => Progress::Done,
@@ -230,17 +230,21 @@ fn computed_together(
 }
 
 /// The losses of all `windows`; `mine` are this rank's.
-fn told(team: &ProcessMesh<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
+fn gather_losses(
+    team: &ProcessMesh<'_>,
+    windows: usize,
+    mine: &[(usize, Loss)],
+) -> Result<Vec<Loss>> {
     let mut words = WordWriter::default();
     words.word(mine.len() as u64);
     for (index, Loss { loss, labels }) in mine {
         words.word(*index as u64).float(*loss).word(*labels);
     }
-    let heard = team.tell("the gathering of losses on held-out text", &words)?;
+    let gathered = team.all_gather("the gathering of losses on held-out text", &words)?;
     let mut all = vec![None; windows];
-    for mut heard in heard.readers() {
-        for _ in 0..heard.word()? {
-            let (index, loss, labels) = (heard.word()?, heard.float()?, heard.word()?);
+    for mut gathered in gathered.readers() {
+        for _ in 0..gathered.word()? {
+            let (index, loss, labels) = (gathered.word()?, gathered.float()?, gathered.word()?);
             let unknown = || Fault::bug("a rank computed held-out text that there is not");
             let place = usize::try_from(index).ok().and_then(|index| all.get_mut(index));
             let before = place.ok_or_else(unknown)?.replace(Loss { loss, labels });
@@ -250,7 +254,7 @@ fn told(team: &ProcessMesh<'_>, windows: usize, mine: &[(usize, Loss)]) -> Resul
                 return Err(Fault::mismatch(what).at("validation"));
             }
         }
-        heard.end()?;
+        gathered.end()?;
     }
     let all = all.into_iter().collect::<Option<_>>();
     all.ok_or_else(|| Fault::bug("nobody computed some of the held-out text"))

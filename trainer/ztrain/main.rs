@@ -2,7 +2,7 @@
 
 /// Puts a line for people on standard output, by the rule of `contract::terminal`; for functions that return a
 /// `Result`.
-macro_rules! tell {
+macro_rules! print_line {
     ($($text:tt)*) => { contract::terminal::print(&format!("{}\n", format_args!($($text)*)))? };
 }
 
@@ -76,20 +76,20 @@ fn main() -> ExitCode {
     ExitWithoutMemory::reserve_stack();
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
-    trainer::refusal::speak_once();
+    trainer::refusal::print_panics_once();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(refusal) => {
             let refusal = cmd::advised(refusal);
             let text = refusal.render();
             let (plain, coloured) = (text.to_string(), text.ansi().to_string());
-            kernels::signals::hear();
-            let told = contract::terminal::reply(&plain, &coloured, refusal.use_stderr());
-            return contract::terminal::end(told.map(|()| refusal.exit_code() as u8));
+            kernels::signals::unblock();
+            let printed = contract::terminal::reply(&plain, &coloured, refusal.use_stderr());
+            return contract::terminal::end(printed.map(|()| refusal.exit_code() as u8));
         }
     };
     if !matches!(cli.command, None | Some(Command::Supervise(_))) {
-        kernels::signals::hear();
+        kernels::signals::unblock();
     }
     contract::terminal::end(trainer::refusal::caught(|| run(cli)))
 }

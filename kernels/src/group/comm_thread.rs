@@ -162,7 +162,7 @@ impl CommThread {
             let mut state = self.shared.lock();
             state.held = state.held.max(number);
             drop(state);
-            end.hold(device)?;
+            end.order_after(device)?;
         }
         Ok(())
     }

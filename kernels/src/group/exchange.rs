@@ -76,7 +76,7 @@ impl<'a> Exchange<'a> {
     /// Starts to send `tensor`, contiguous and on the group's device. It may be overwritten by work that is queued
     /// after [`Exchange::finish`] or after [`Exchange::left`] for it.
     pub fn send(&mut self, round: u64, to: u32, tensor: &Tensor) -> Result<()> {
-        self.heard()?;
+        self.check_comm()?;
         if tensor.numel() == 0 {
             return Ok(());
         }
@@ -105,7 +105,7 @@ impl<'a> Exchange<'a> {
     /// Waits until the first `count` sends have left, and releases their memory. Their rounds must be closed. Between
     /// devices the computing stream waits instead, and the communication thread releases the memory.
     pub fn left(&mut self, count: usize) -> Result<()> {
-        self.heard()?;
+        self.check_comm()?;
         while self.begun - self.sends.len() < count {
             let Some((to, way)) = self.sends.pop_front() else { break };
             wait(self.peers, (self.what, self.id, to), way, self.device)?;
@@ -121,7 +121,7 @@ impl<'a> Exchange<'a> {
         kind: Kind,
         count: i64,
     ) -> Result<Arrival<'a>> {
-        self.heard()?;
+        self.check_comm()?;
         let lies = if self.comm.is_some() { self.device } else { Device::Cpu };
         let tensor = Tensor::f_empty([count], (kind, lies))?;
         let way = match self.comm {
@@ -139,7 +139,7 @@ impl<'a> Exchange<'a> {
 
     /// Declares the rounds up to this one complete: over RCCL they are queued now, in order.
     pub fn close(&mut self, round: u64) -> Result<()> {
-        self.heard()?;
+        self.check_comm()?;
         self.closed = self.closed.max(round + 1);
         while let Some(first) = self.open.first_entry().filter(|first| *first.key() <= round) {
             let round = first.remove();
@@ -157,7 +157,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Fails if the communication thread has failed.
-    fn heard(&self) -> Result<()> {
+    fn check_comm(&self) -> Result<()> {
         self.comm.map_or(Ok(()), CommThread::look)
     }
 

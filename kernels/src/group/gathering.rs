@@ -27,11 +27,11 @@ impl Peers {
             true => self.by_node(&mut exchange, &machines, mine)?,
             false => {
                 let others: Vec<u32> = self.others().collect();
-                tell(&mut exchange, &others, mine)?;
+                send_bytes(&mut exchange, &others, mine)?;
                 let mut found = vec![Vec::new(); self.world() as usize];
                 found[self.rank() as usize] = mine.to_vec();
-                for (from, heard) in others.iter().zip(hear(&mut exchange, &others)?) {
-                    found[*from as usize] = heard;
+                for (from, received) in others.iter().zip(receive_bytes(&mut exchange, &others)?) {
+                    found[*from as usize] = received;
                 }
                 found
             }
@@ -51,21 +51,21 @@ impl Peers {
         let is_here = |machine: &&Range<u32>| machine.contains(&me);
         let here = machines.iter().find(is_here).cloned().unwrap_or(me..me + 1);
         if me != here.start {
-            tell(exchange, &[here.start], mine)?;
-            let all = hear(exchange, &[here.start])?.concat();
+            send_bytes(exchange, &[here.start], mine)?;
+            let all = receive_bytes(exchange, &[here.start])?.concat();
             return opened(&all, self.world());
         }
         let members: Vec<u32> = (here.start + 1..here.end).collect();
         let leaders: Vec<u32> = machines.iter().map(|machine| machine.start).collect();
         let others: Vec<u32> = leaders.iter().copied().filter(|leader| *leader != me).collect();
         let mut own = bundled(mine);
-        hear(exchange, &members)?.iter().for_each(|one| own.extend(bundled(one)));
-        tell(exchange, &others, &own)?;
-        let mut heard = hear(exchange, &others)?.into_iter();
-        let mut of = |leader: &u32| if *leader == me { Some(own.clone()) } else { heard.next() };
+        receive_bytes(exchange, &members)?.iter().for_each(|one| own.extend(bundled(one)));
+        send_bytes(exchange, &others, &own)?;
+        let mut received = receive_bytes(exchange, &others)?.into_iter();
+        let mut of = |leader: &u32| if *leader == me { Some(own.clone()) } else { received.next() };
         // Each machine holds consecutive ranks, so concatenating the machines' messages gives rank order.
         let all = leaders.iter().filter_map(&mut of).collect::<Vec<_>>().concat();
-        tell(exchange, &members, &all)?;
+        send_bytes(exchange, &members, &all)?;
         opened(&all, self.world())
     }
 }
@@ -83,7 +83,7 @@ fn machines(names: &[String]) -> Vec<Range<u32>> {
 
 /// Sends `bytes` to each of `to`. Up to a frame, the bytes travel in one message with their length: most messages are
 /// small.
-fn tell(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
+fn send_bytes(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
     let mut frame = vec![0; FRAME];
     frame[..8].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
     let inside = bytes.len().min(FRAME - 8);
@@ -97,7 +97,7 @@ fn tell(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
 }
 
 /// What each of `from` sends, in that order.
-fn hear(exchange: &mut Exchange<'_>, from: &[u32]) -> Result<Vec<Vec<u8>>> {
+fn receive_bytes(exchange: &mut Exchange<'_>, from: &[u32]) -> Result<Vec<Vec<u8>>> {
     let mut begin =
         |from: &u32, bytes: usize| exchange.receive(0, *from, Kind::Uint8, bytes as i64);
     let frames =

@@ -130,9 +130,11 @@ pub(super) fn meet(
         let who = || {
             let (here, absent): (Vec<_>, Vec<_>) =
                 (0..found.len()).partition(|rank| found[*rank].is_some());
-            let strangers = store.strangers().ok().and_then(|strangers| strangers.words());
-            let strangers = strangers.map_or(String::new(), |words| format!("; {words}"));
-            format!("{}; {}{strangers}", listed("here", &here), listed("missing", &absent))
+            let unauthenticated =
+                store.unauthenticated().ok().and_then(|unauthenticated| unauthenticated.words());
+            let unauthenticated =
+                unauthenticated.map_or(String::new(), |words| format!("; {words}"));
+            format!("{}; {}{unauthenticated}", listed("here", &here), listed("missing", &absent))
         };
         if lived() - start > timeout {
             return Err(Error::Missing {

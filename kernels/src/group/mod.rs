@@ -43,10 +43,10 @@ mod rendezvous;
 mod server;
 mod store;
 #[cfg(test)]
-mod stranger_tests;
-#[cfg(test)]
 mod tests;
 mod transport;
+#[cfg(test)]
+mod unauthenticated_tests;
 mod whereabouts;
 mod wire;
 mod word;
@@ -256,8 +256,8 @@ impl Group {
 
     /// Connections that the store refused because they did not prove the run's key; none if the store cannot be
     /// reached.
-    pub fn strangers(&self) -> UnauthenticatedConnections {
-        self.peers.as_ref().and_then(|peers| peers.strangers()).unwrap_or_default()
+    pub fn unauthenticated(&self) -> UnauthenticatedConnections {
+        self.peers.as_ref().and_then(|peers| peers.unauthenticated()).unwrap_or_default()
     }
 
     /// If the report that stands says that ranks are lost: these ranks, as far as known. `None` if there is no report,

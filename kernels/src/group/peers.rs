@@ -190,8 +190,8 @@ impl Peers {
     }
 
     /// Connections that the store refused for lack of the run's key; `None` if the store does not answer.
-    pub(super) fn strangers(&self) -> Option<UnauthenticatedConnections> {
-        self.store.strangers().ok()
+    pub(super) fn unauthenticated(&self) -> Option<UnauthenticatedConnections> {
+        self.store.unauthenticated().ok()
     }
 
     pub(super) fn wait_at_most(&mut self, timeout: Duration) {
@@ -384,14 +384,14 @@ impl Peers {
             "is gone".to_owned()
         };
         let mine = format!("a rank {how}: {lost}; missed in {what} at {}", self.here());
-        self.speak(what, numbers, mine)
+        self.report_once(what, numbers, mine)
     }
 
     /// The error when this rank itself hangs in a library call.
     pub(super) fn held_up(&self, what: &str) -> Error {
         let (time, here) = (seconds(self.timeout), self.here());
         let mine = format!("a call for {what} did not return within {time}, at {here}");
-        self.speak(what, Vec::new(), mine)
+        self.report_once(what, Vec::new(), mine)
     }
 
     /// What this rank is doing.
@@ -400,7 +400,7 @@ impl Peers {
     }
 
     /// Reports that this rank misses others, unless a report stands already.
-    fn speak(&self, what: &str, lost: Vec<u32>, mine: String) -> Error {
+    fn report_once(&self, what: &str, lost: Vec<u32>, mine: String) -> Error {
         let text = format!("rank {}: {mine}", self.place.rank);
         match self.store.leave(&StopReason::loses(lost, text)) {
             Err(error) => self.without_store(what, &error),

@@ -190,7 +190,7 @@ pub(super) enum RequestKind {
     /// Returns the value of a key.
     Find = 3,
     /// Returns the refused connections.
-    Strangers = 4,
+    Unauthenticated = 4,
     /// Adds refused connections of another store.
     Others = 5,
     /// Removes a key and its value.
@@ -232,7 +232,7 @@ pub(super) fn answer_all(
             RequestKind::Set,
             RequestKind::First,
             RequestKind::Find,
-            RequestKind::Strangers,
+            RequestKind::Unauthenticated,
             RequestKind::Others,
             RequestKind::Forget,
         ];

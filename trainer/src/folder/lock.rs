@@ -86,7 +86,7 @@ impl RunLocks {
     }
 
     /// Releases the locks.
-    pub fn let_go(self) {
+    pub fn release(self) {
         let held = [self.place, self.folder].into_iter().filter_map(OnceLock::into_inner);
         held.for_each(Held::let_go);
     }

@@ -94,7 +94,7 @@ impl<'a> ProcessMesh<'a> {
     }
 
     /// Sends a small message to all ranks, and receives theirs.
-    pub(crate) fn tell(&self, what: &str, mine: &WordWriter) -> Result<Gathered> {
+    pub(crate) fn all_gather(&self, what: &str, mine: &WordWriter) -> Result<Gathered> {
         let _watch = timing::part(timing::StepPart::Peers);
         self.group.all_gather(what, mine.bytes()).map(Gathered).map_err(lost)
     }

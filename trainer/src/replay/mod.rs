@@ -307,7 +307,7 @@ impl Replayer {
     /// alone.
     pub fn hold_whole(&self, state: &mut State) -> Result<()> {
         let (dtype, team) = (self.spec.dtype_at(state.step + 1), self.team()?);
-        match state.hold_as(
+        match state.cast_weights(
             &self.spec.parameters,
             (dtype, WeightShards::default()),
             self.workers,
@@ -414,7 +414,7 @@ impl Replayer {
     ) -> Result<(ReducedGradient, Result<StepRecord>)> {
         let team = self.team()?;
         let cx = StepContext { spec, team: &team, workers: self.workers };
-        step::hold(cx, state, batch.step)?;
+        step::cast_weights(cx, state, batch.step)?;
         let computed = self.executor.compute(cx, state, batch, detail)?;
         let mut gradient = computed.read(cx, &state.owners)?;
         look(&gradient);

@@ -64,7 +64,7 @@ impl Replayer {
                 mine.word(u64::from(loss.to_bits()));
             });
         }
-        let heard = team.tell("the gathering of token losses", &mine)?;
+        let heard = team.all_gather("the gathering of token losses", &mine)?;
         let mut said = Vec::new();
         for (rank, mut heard) in heard.readers().into_iter().enumerate() {
             let mut micro_batch = |_: &u64| -> Result<Vec<f32>> {
@@ -96,7 +96,7 @@ impl Replayer {
     }
 
     /// Whether this rank prints the results.
-    pub fn speaks(&self) -> bool {
+    pub fn is_rank_0(&self) -> bool {
         self.world.comm.rank() == 0
     }
 

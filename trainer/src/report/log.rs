@@ -104,7 +104,7 @@ pub enum NotableEventKind {
     /// An action of a supervisor.
     Supervisor,
     /// Connections without the run's key were refused.
-    Strangers,
+    Unauthenticated,
 }
 
 /// The validation loss after a step.
@@ -148,7 +148,7 @@ impl NotableEventKind {
             NotableEventKind::Checkpoint
                 | NotableEventKind::Stop
                 | NotableEventKind::Spike
-                | NotableEventKind::Strangers
+                | NotableEventKind::Unauthenticated
         )
     }
 }
@@ -385,7 +385,7 @@ impl EventLog {
             "strangers" => {
                 let refused = number(fields, "refused");
                 let words = format!("connections without the run's key, refused so far: {refused}");
-                (NotableEventKind::Strangers, words)
+                (NotableEventKind::Unauthenticated, words)
             }
             "ranks" => {
                 let world = fields["world"].as_u64().or_else(|| fields["ranks"].as_u64());

@@ -140,7 +140,7 @@ struct LoadHistory {
     last: VecDeque<f64>,
     sum: f64,
     /// Whether it was already reported as uneven.
-    told: bool,
+    reported: bool,
 }
 
 impl Detector {
@@ -359,11 +359,11 @@ impl LoadHistory {
         }
         self.last.push_back(value);
         self.sum += value;
-        if self.told || !(collapses || lasts) {
-            self.told = self.told && !even;
+        if self.reported || !(collapses || lasts) {
+            self.reported = self.reported && !even;
             return None;
         }
-        self.told = true;
+        self.reported = true;
         let experts = &counts[..counts.len().saturating_sub(1)];
         let total: u64 = experts.iter().sum();
         let most = experts.iter().enumerate().max_by_key(|(_, count)| **count);

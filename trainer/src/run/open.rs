@@ -89,14 +89,15 @@ pub(super) fn open<'a>(
             }
             None => {
                 from_memory = false;
-                let found = opening.newest(&reading).and_then(|found| opening.told(found))?;
+                let found =
+                    opening.newest(&reading).and_then(|found| opening.set_aside_unusable(found))?;
                 opening.put_in_order()?;
                 found
             }
         };
         let mut book = opening.begin(found.as_ref().map_or(0, |(state, _)| state.step))?;
         if comm.world() > 1 {
-            say_ranks(&mut book, team, chosen, owners.pieces())?;
+            note_ranks(&mut book, team, chosen, owners.pieces())?;
         }
         if let (Some((state, _)), Some(start), None) = (&found, &spec.start, &recovery) {
             look_at_start(start, state.step, &book.progress)?;
@@ -129,10 +130,10 @@ pub(super) fn open<'a>(
 /// take the folder or the `place` of the checkpoints.
 fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<()> {
     let mut own = WordWriter::default();
-    own.text(world.holds.group()).place(place);
-    let heard = world.comm.all_gather("the holding of the folder", own.bytes()).map_err(lost)?;
-    let mut heard = WordReader::new(&heard[0]);
-    world.holds.join(&heard.text()?, &exec.out, &heard.place()?)
+    own.text(world.locks.group()).place(place);
+    let gathered = world.comm.all_gather("the holding of the folder", own.bytes()).map_err(lost)?;
+    let mut gathered = WordReader::new(&gathered[0]);
+    world.locks.join(&gathered.text()?, &exec.out, &gathered.place()?)
 }
 
 /// Warns if the start of a run that resumes after `step` has changed or is missing: only step 0 needs it.
@@ -153,7 +154,7 @@ fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) ->
 }
 
 /// Records the ranks.
-fn say_ranks(
+fn note_ranks(
     book: &mut RunRecords<'_>,
     team: &ProcessMesh<'_>,
     chosen: &TransportChoice,
@@ -206,13 +207,13 @@ impl<'a> Opening<'a> {
         let folder = RunFolder::new(&exec.out);
         // A hung rank may hold the folder until it is killed.
         let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
-        let how = (&world.holds, patience, exec.restart);
+        let how = (&world.locks, patience, exec.restart);
         let open = folder.open(spec, &opened.file, &world.runtime, how)?;
         let mut events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
-        recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;
+        recovery.map_or(Ok(()), |recovery| recovery.record(&mut events, recorded))?;
         let checkpoints =
-            open.take_checkpoints(exec.checkpoints.as_ref(), (&world.holds, patience))?;
+            open.take_checkpoints(exec.checkpoints.as_ref(), (&world.locks, patience))?;
         let progress = ProgressPrinter::new(spec.plan.steps(), exec.progress);
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
@@ -254,7 +255,7 @@ impl<'a> Opening<'a> {
 
     /// Warns about checkpoints that cannot be used, and renames them, so that the retention does not count them as the
     /// newest. If there is no other state, nothing is renamed and the run stops, except with `--restart`.
-    fn told<T>(&mut self, found: UsableCheckpoint<T>) -> Result<Option<T>> {
+    fn set_aside_unusable<T>(&mut self, found: UsableCheckpoint<T>) -> Result<Option<T>> {
         let mut passed = std::mem::take(&mut self.beyond);
         passed.extend(found.passed);
         let newest = passed.iter().max_by_key(|(step, _)| *step);

@@ -119,7 +119,7 @@ impl Replicas {
         share::weights(team, &state)?;
         let mut mine = WordWriter::default();
         mine.sums(&state.own_sums(workers)?);
-        let heard = team.tell("the checksums of the state", &mine)?;
+        let heard = team.all_gather("the checksums of the state", &mine)?;
         let digest = state.sums_of(&share::sums(&state.owners, heard.readers())?).digest;
         Ok(Some((state, digest)))
     }

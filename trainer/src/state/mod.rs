@@ -358,7 +358,7 @@ impl State {
 
     /// Changes the held weights to what the model reads under `dtype`, sharded by `fold`. Returns whether other ranks
     /// have to send theirs, because they were held in a narrower dtype, or not held.
-    pub(crate) fn hold_as(
+    pub(crate) fn cast_weights(
         &mut self,
         parameters: &[ParamSpec],
         (dtype, fold): (Dtype, WeightShards),
@@ -368,17 +368,17 @@ impl State {
         let same = parameters.iter().zip(&self.weights).all(stays);
         if self.fold != fold || !same {
             // Whole tensors are overwritten, other ranks' pieces included.
-            self.let_go()?;
+            self.await_copies()?;
         }
         if self.fold != fold || (!same && fold.degree() > 1) {
-            self.hold_anew(parameters, dtype, fold).map_err(refused)?;
+            self.allocate_weights(parameters, dtype, fold).map_err(refused)?;
             return self.round(workers).map(|()| true);
         }
-        if same { Ok(false) } else { self.hold_in(parameters, dtype).map_err(refused) }
+        if same { Ok(false) } else { self.cast_in_place(parameters, dtype).map_err(refused) }
     }
 
     /// Allocates the weights under `fold` and copies this rank's pieces into them. Other ranks must send theirs.
-    fn hold_anew(
+    fn allocate_weights(
         &mut self,
         parameters: &[ParamSpec],
         dtype: Dtype,
@@ -414,7 +414,7 @@ impl State {
     }
 
     /// The same where all weights are whole: returns whether others have to send theirs.
-    fn hold_in(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> kernels::Result<bool> {
+    fn cast_in_place(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> kernels::Result<bool> {
         let (mut asks, mut changed) = (false, vec![false; self.weights.len()]);
         let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
         for ((parameter, weight), changed) in
@@ -445,9 +445,9 @@ impl State {
     }
 
     /// Work queued from here on may write this rank's pieces: it runs after a device's copies for a checkpoint.
-    fn let_go(&self) -> Result<()> {
+    fn await_copies(&self) -> Result<()> {
         let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
-        self.departures.hold(device).map_err(refused)
+        self.departures.order_after(device).map_err(refused)
     }
 
     /// Updates this rank's pieces by their gradients, given in the order of the pieces. The caller advances `step`.
@@ -458,7 +458,7 @@ impl State {
         at: StepScalars,
         workers: Workers,
     ) -> Result<Updated> {
-        self.let_go()?;
+        self.await_copies()?;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         for ((piece, owned), gradient) in self.owners.own().zip(&self.owned).zip(gradients) {
             let (weight, rounded) = self.moves(piece, owned);

@@ -27,7 +27,7 @@ pub(super) fn head(cx: StepContext<'_>, lines: &PhaseMesh<'_>, batch: &Batch) ->
     batch.sequences.iter().for_each(|digest| {
         mine.digest(*digest);
     });
-    let heard = cx.team.tell("the gathering of labels", &mine)?;
+    let heard = cx.team.all_gather("the gathering of labels", &mine)?;
     let (mut labels, mut pairs, mut sequences) = (0, 0, Vec::new());
     for (rank, mut heard) in heard.readers().into_iter().enumerate() {
         let step = heard.word()?;

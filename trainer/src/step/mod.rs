@@ -47,7 +47,7 @@ use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 use apply::StepEnd;
-pub(crate) use apply::hold;
+pub(crate) use apply::cast_weights;
 pub(crate) use frozen::{FrozenModel, Weights};
 use micro_batch::RankMicroBatches;
 pub use micro_batch::{StagedBatch, micro_batch_alone};
@@ -169,7 +169,7 @@ pub fn advance(
     asked: impl Fn() -> Requests,
 ) -> Result<StepResult> {
     cx.team.group.reached(&format!("step {}", batch.step));
-    hold(cx, state, batch.step)?;
+    cast_weights(cx, state, batch.step)?;
     let mut gradient = compute(cx, state, batch, staged, Detail::Sums)?.read(cx, &state.owners)?;
     let stepped = complete(cx, state, &mut gradient, asked);
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
@@ -262,7 +262,7 @@ impl ComputedMicroBatches {
         facts::write_losses(&mut mine, &kept, &router);
         measured.write(&mut record, &mut mine)?;
         record.end().map_err(refused)?;
-        let heard = cx.team.tell("the gathering of losses", &mine)?;
+        let heard = cx.team.all_gather("the gathering of losses", &mine)?;
         let (mut heard, lines) = (heard.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
         let losses = facts::losses(&lines, head.micro_batches, kept, &mut heard)?;
         let norms = norm::norms(cx, owners, &mut heard)?;

@@ -105,7 +105,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let chosen = group.choose_transport(device, args.ranks.transport()).map_err(lost)?;
     let speaks = group.rank() == 0;
     if speaks && !args.json {
-        tell!(
+        print_line!(
             "{} ranks, libtorch over Gloo, ours by {}; size and bandwidths as rccl-tests define them",
             group.world(),
             chosen.words()
@@ -127,7 +127,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let uneven = uneven(&group, 10.0 * args.seconds)?;
     if speaks {
-        tell_uneven(uneven, args.json)?;
+        print_uneven(uneven, args.json)?;
     }
     group.barrier("the end").map_err(lost)?;
     if let (true, Some(drawing)) = (speaks, &drawing) {
@@ -168,11 +168,11 @@ fn link(all: &[CollectiveTiming]) -> (f64, f64) {
     (if least.is_finite() { least } else { 0.0 }, most)
 }
 
-fn tell_uneven(uneven: f64, json: bool) -> Result<()> {
+fn print_uneven(uneven: f64, json: bool) -> Result<()> {
     if json {
         return print_raw(&format!("{}\n", serde_json::json!({ "uneven": uneven })));
     }
-    tell!(
+    print_line!(
         "where all ranks compute the same, a rank waits for the slowest {:.1} % of the time that it computes",
         100.0 * uneven
     );
@@ -180,7 +180,7 @@ fn tell_uneven(uneven: f64, json: bool) -> Result<()> {
 }
 
 fn head() -> Result<()> {
-    tell!(
+    print_line!(
         "{:>12} {:>15} {:>11} {:>7} {:>12} {:>11} {:>11} {:>6}",
         "bytes",
         "collective",
@@ -199,7 +199,7 @@ fn print(found: &CollectiveTiming, json: bool) -> Result<()> {
         return print_raw(&format!("{}\n", serde_json::json!(found)));
     }
     let CollectiveTiming { collective, by, bytes, rounds, microseconds, wrong, .. } = found;
-    tell!(
+    print_line!(
         "{bytes:>12} {collective:>15} {by:>11} {rounds:>7} {microseconds:>12.1} {:>11.4} {:>11.4} {wrong:>6}",
         found.algorithm_gb_per_s,
         found.bus_gb_per_s

@@ -278,11 +278,11 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
         flag::register(signal, Arc::clone(stop))
     };
     for place in (0..SIGNALS.len()).filter(|place| !is_ignored(SIGNALS[*place])) {
-        let cannot = |error: io::Error| deaf(&error);
+        let cannot = |error: io::Error| cannot_listen(&error);
         listens(place).map_err(cannot)?;
     }
     // Those too that came before.
-    signals::hear();
+    signals::unblock();
     Ok(())
 }
 
@@ -299,7 +299,7 @@ impl SignalRequests {
     /// Listens as [`listen`] does; to SIGUSR1 and SIGUSR2 besides, which Slurm sends a while before it ends a job: the
     /// first has the state kept, the second is a request to stop that no other one waits for.
     pub(crate) fn listen(&self) -> Result<()> {
-        let cannot = |error: io::Error| deaf(&error);
+        let cannot = |error: io::Error| cannot_listen(&error);
         flag::register(SIGUSR1, Arc::clone(&self.keep)).map_err(cannot)?;
         flag::register(SIGUSR2, Arc::clone(&self.stop)).map_err(cannot)?;
         listen(&self.stop)
@@ -315,13 +315,13 @@ impl SignalRequests {
         const OTHERS: &str = "SIGUSR1 is not handed on to the ranks of another launcher: send it to them, as Slurm does";
         let stops = [SIGTERM, SIGINT, SIGHUP, SIGUSR2];
         let before = self.stop.load(Ordering::Relaxed);
-        let mut told = before;
+        let mut answered = before;
         if before {
             contract::note!("{STOP}");
         }
         let stops = stops.into_iter().filter(|signal| !is_ignored(*signal));
         on_signals(stops, None, move || {
-            if !std::mem::replace(&mut told, true) {
+            if !std::mem::replace(&mut answered, true) {
                 contract::note!("{STOP}");
             }
         })?;
@@ -350,7 +350,7 @@ pub(crate) enum StartupStage {
 const LOOK: Duration = Duration::from_millis(50);
 
 /// The fault of a process that cannot hear a signal.
-fn deaf(error: &io::Error) -> Fault {
+fn cannot_listen(error: &io::Error) -> Fault {
     Fault::machine(format!("cannot listen to signals: {error}")).hint(more_of(error))
 }
 
@@ -360,7 +360,7 @@ fn on_signals(
     early: Option<&AtomicBool>,
     mut act: impl FnMut() + Send + 'static,
 ) -> Result<()> {
-    let cannot = |error: io::Error| deaf(&error);
+    let cannot = |error: io::Error| cannot_listen(&error);
     let (mut heard, comes) = UnixStream::pair().map_err(cannot)?;
     for signal in signals {
         let comes = comes.try_clone().map_err(cannot)?;

@@ -40,12 +40,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let mut arguments = of_training(std::env::args_os().skip(1));
     let ranks = args.train.to_spawn()?.unwrap_or(1);
     // Between two attempts no other process may take the folder.
-    let holds = args.train.hold()?;
-    arguments.extend(train::of_group(&holds));
+    let locks = args.train.lock_folder()?;
+    arguments.extend(train::of_group(&locks));
     let (launch, run) = (args.launch, args.train.folder()?);
     requests.answer(if launch.is_some() { StartupStage::Others } else { StartupStage::Ranks })?;
     let ended = Watchdog { rules, text, arguments, launch, run, ranks }.run(stop);
-    holds.let_go();
+    locks.release();
     ended
 }
 

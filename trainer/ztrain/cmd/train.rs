@@ -131,14 +131,14 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         requests.answer(StartupStage::Ranks)?;
         supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(stop))?;
-        let holds = args.hold()?;
-        let mut arguments = if args.group.is_none() { of_group(&holds) } else { Vec::new() };
+        let locks = args.lock_folder()?;
+        let mut arguments = if args.group.is_none() { of_group(&locks) } else { Vec::new() };
         if let (Some(least), None) = (min_ranks, args.min_ranks) {
             arguments.extend([OsString::from("--min-ranks"), least.to_string().into()]);
         }
         let launch = Launch { count, min_ranks, stay, supervised, arguments };
         let outcome = launch::spawn(&launch, stop);
-        holds.let_go();
+        locks.release();
         return outcome.inspect_err(|fault| launch::last_words((None, None), fault, true));
     }
     let launched = args.ranks.launched()?;
@@ -181,9 +181,9 @@ fn as_rank(
     }
     // Not before: until the runtime is started, this process has one thread.
     supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;
-    let holds = RunLocks::of(args.group.clone());
-    holds.follow(&args.folder()?)?;
-    world = world.holding(holds);
+    let locks = RunLocks::of(args.group.clone());
+    locks.follow(&args.folder()?)?;
+    world = world.holding(locks);
     let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
     let mut exec = ExecOptions {
         stop: Arc::clone(stop),
@@ -240,10 +240,10 @@ impl Args {
     }
 
     /// Holds the run's folder for the processes that this one is about to start.
-    pub(crate) fn hold(&self) -> Result<RunLocks> {
-        let holds = RunLocks::of(self.group.clone());
-        RunFolder::new(&self.folder()?).take(&holds, Duration::ZERO)?;
-        Ok(holds)
+    pub(crate) fn lock_folder(&self) -> Result<RunLocks> {
+        let locks = RunLocks::of(self.group.clone());
+        RunFolder::new(&self.folder()?).take(&locks, Duration::ZERO)?;
+        Ok(locks)
     }
 
     /// How many ranks to start, if it is for this process to start them.
@@ -253,8 +253,8 @@ impl Args {
 }
 
 /// The arguments by which a process that is started holds the same as this one.
-pub(crate) fn of_group(holds: &RunLocks) -> Vec<OsString> {
-    ["--group", holds.group()].map(OsString::from).into()
+pub(crate) fn of_group(locks: &RunLocks) -> Vec<OsString> {
+    ["--group", locks.group()].map(OsString::from).into()
 }
 
 /// Whether a run was asked to stop before it began, as is said then.

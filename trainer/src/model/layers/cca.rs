@@ -269,7 +269,7 @@ impl Cca {
             let heads = self.heads(pass, shard, coming.next()?)?;
             let (out, mut own) = heads.forward(pass, x)?;
             if pass.folded.is_some() {
-                own.heads.let_go();
+                own.heads.reshard();
             }
             outs.push(out);
             saved.push(own);

@@ -63,7 +63,7 @@ pub(super) fn shards(pass: &Pass<'_>) -> i64 {
 
 impl Heads {
     /// Frees weights received from another rank: they are fetched again for the backward pass.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn reshard(&mut self) {
         self.proj = Tensor::new();
         self.o_proj = Tensor::new();
     }

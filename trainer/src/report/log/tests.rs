@@ -114,7 +114,7 @@ fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
         (NotableEventKind::Loss, 7),
         (NotableEventKind::Start, 6),
         (NotableEventKind::Recovered, 8),
-        (NotableEventKind::Strangers, 8),
+        (NotableEventKind::Unauthenticated, 8),
     ];
     assert_eq!(kinds, wanted);
     assert!(log.happenings[1].words.contains("0, 3") && log.happenings[4].words.contains("far: 3"));

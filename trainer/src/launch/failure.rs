@@ -18,8 +18,8 @@ pub(super) struct FailureEvent<'a> {
 }
 
 /// Prints and records it. A run without a folder has no events.
-pub(super) fn tell(events: &Path, happened: &FailureEvent<'_>) {
-    let FailureEvent { cause, rank, action, what, host } = happened;
+pub(super) fn record_failure(events: &Path, failure: &FailureEvent<'_>) {
+    let FailureEvent { cause, rank, action, what, host } = failure;
     let who = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
     contract::note!("supervisor: {}{who} ({what}): {}", cause.name(), action.name());
     if events.is_file() {
