@@ -110,7 +110,7 @@ impl DataPlan {
                 let what = format!("source {name:?} is to be packed, which needs its documents");
                 return Err(Fault::usage(what)
                     .at(curriculum.place(&format!("source.{name}.packing")))
-                    .found("a store that is only described")
+                    .found("a store stub")
                     .wanted("a store"));
             };
             let of_phase = |length: &&PackedLength| length.seq_len == phase.seq_len;

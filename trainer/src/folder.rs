@@ -424,7 +424,7 @@ impl RunFolder {
             // A path that no longer exists is only made absolute.
             let path = path.canonicalize().or_else(|_| std::path::absolute(path));
             let path = path.map_err(|error| Fault::io("resolve", start.folder(), &error))?;
-            resolved.start = Some(text_of(&path)?);
+            resolved.init_from = Some(text_of(&path)?);
             start.keep(&self.root)?;
         }
         write_whole(&self.curriculum(), &resolved.canonical())
@@ -566,11 +566,11 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
         )));
     }
     let start = |head: &LedgerHead| {
-        let line = head.curriculum.lines().find_map(|line| line.strip_prefix("start = "));
-        line.unwrap_or("drawn").to_owned()
+        let line = head.curriculum.lines().find_map(|line| line.strip_prefix("init_from = "));
+        line.unwrap_or("random").to_owned()
     };
     if start(begun) != start(now) {
-        return mismatch("the set of weights at the start", start(now), start(begun));
+        return mismatch("the set of initial weights", start(now), start(begun));
     }
     if begun.parameters != now.parameters {
         let count = |head: &LedgerHead| format!("{} tensors", head.parameters.len());

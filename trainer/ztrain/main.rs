@@ -62,7 +62,7 @@ enum Command {
     Devices(cmd::devices::Args),
     /// Write a run's weights as a folder for Hugging Face transformers.
     Export(cmd::export::Args),
-    /// Take over such a folder as the start of a curriculum.
+    /// Take over such a folder as the initial weights of a curriculum.
     Import(cmd::import::Args),
     /// Print the keys of a curriculum as JSON Schema.
     Schema(cmd::schema::Args),

@@ -139,7 +139,7 @@ impl Replayer {
         if found == written {
             return Ok(());
         }
-        Err(Fault::data("the weights at the start are not those that the ledger says")
+        Err(Fault::data("the initial weights are not those that the ledger says")
             .at(reader.location().to_string())
             .found(found)
             .wanted(written))

@@ -73,7 +73,7 @@ pub(super) fn open<'a>(
     };
     let (mut from_memory, mut drawn) = (true, None);
     let (found, book, checkpoints) = if comm.rank() == 0 {
-        // Read first: if the start is unreadable, no run's folder is created.
+        // Read first: if the initial weights are unreadable, no run's folder is created.
         if spec.start.is_some() && !RunFolder::new(&exec.out).ledger().exists() {
             drawn = Some(State::begin(spec, world.device, owners.clone(), exec.workers)?);
         }
@@ -136,7 +136,7 @@ fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<
     world.locks.join(&gathered.text()?, &exec.out, &gathered.place()?)
 }
 
-/// Warns if the start of a run that resumes after `step` has changed or is missing: only step 0 needs it.
+/// Warns if the initial weights of a run that resumes after `step` has changed or is missing: only step 0 needs it.
 fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) -> Result<()> {
     let folder = start.folder().display();
     let what = match start.folder().exists() {
@@ -147,7 +147,7 @@ fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) ->
         },
     };
     progress.note(&format!(
-        "warning: the start of this run: {what}; the run goes on after step {step} without it, and cannot be computed again from \
+        "warning: the initial weights of this run: {what}; the run goes on after step {step} without it, and cannot be computed again from \
          its first step until it is put back, or named anew by `start` in the curriculum"
     ));
     Ok(())

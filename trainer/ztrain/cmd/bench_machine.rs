@@ -63,7 +63,7 @@ struct ClusterOut {
 /// Arguments of `kernels`.
 #[derive(clap::Args)]
 pub(crate) struct KernelArgs {
-    /// Take the sizes of this curriculum's model in its first phase; described stores are enough [default: zaya1-nano
+    /// Take the sizes of this curriculum's model in its first phase; store stubs are enough [default: zaya1-nano
     /// on a CPU, zaya1-8b on a GPU].
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
@@ -80,7 +80,7 @@ pub(crate) struct KernelArgs {
 #[derive(clap::Args)]
 pub(crate) struct GemmArgs {
     /// Also measure the shapes of this curriculum's model in its first phase, and on a device the products of its
-    /// experts each way that they could be computed; described stores are enough.
+    /// experts each way that they could be computed; store stubs are enough.
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
     /// Rows of the left operand: tokens of a micro-batch [default: 64,256,1024 on a CPU, 512,2048,8192 on a GPU].

@@ -20,7 +20,7 @@ use super::ranks::GradReduceName;
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// What to train; a described store is enough. Nothing is written.
+    /// What to train; a store stub is enough. Nothing is written.
     #[arg(value_name = "CURRICULUM", value_parser = super::place())]
     curriculum: Location,
     /// How many ranks train it [default: the cluster's, or 1].
