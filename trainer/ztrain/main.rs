@@ -19,7 +19,8 @@ static ALLOCATOR: ExitWithoutMemory = ExitWithoutMemory;
 
 /// Trains a ZAYA1-style model as a curriculum says; any step can be computed again, bit for bit, and explained.
 ///
-/// `ztrain --curriculum FILE` begins a run, or continues it exactly where it stopped.
+/// `ztrain --curriculum FILE` begins a run, or continues it exactly where it stopped. The curriculum decides every bit
+/// of a run; flags decide speed, place and what is kept.
 /// Results go to standard output, progress and errors to standard error.
 /// Exit codes: 0 done, 1 a bug of ours, 2 usage or curriculum, 3 data missing or damaged, 4 digest mismatch,
 /// 5 run diverged, 6 machine.

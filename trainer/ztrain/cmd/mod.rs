@@ -134,7 +134,7 @@ pub(crate) fn advised(mut refusal: clap::Error) -> clap::Error {
 
 /// Flags that only decide speed and place; no value of them can change a bit.
 #[derive(clap::Args)]
-#[command(next_help_heading = "Speed and place (never bits)")]
+#[command(next_help_heading = "Device")]
 pub(crate) struct Speed {
     /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device_name)]
@@ -150,10 +150,10 @@ pub(crate) struct Speed {
     #[arg(long)]
     pub(crate) recompute: bool,
     /// Threads that read batches.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 1, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub(crate) loader_threads: usize,
     /// Batches that wait to be trained on.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=65_536))]
+    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=65_536))]
     pub(crate) prefetch: usize,
 }
 

@@ -12,8 +12,10 @@ use super::{SignalRequests, StartupStage, place, train};
 /// Arguments.
 #[derive(clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Faults and supervision")]
 pub(crate) struct Args {
-    /// What to do about what befalls the run; without it ranks that are lost are started again, then done without.
+    /// What to do about each kind of fault; without it lost ranks are started again, then the run
+    /// continues without them.
     #[arg(long, value_name = "FILE", value_parser = place())]
     rules: Option<Location>,
     /// Start the ranks by this, a line for the shell, in the place of --nproc: 'srun --kill-on-bad-exit=1'.
