@@ -224,7 +224,7 @@ pub fn step(
     let (replicate, copies, limit_here) = (false, 0, store::memory::limit());
     let demand =
         MachineDemand { degrees, flat, grad_reduce, workers, replicate, copies, limit: limit_here };
-    memory::refuse(spec, demand, (team.group.nodes(), rank), device)?;
+    memory::refuse(spec, demand, team.group.nodes(), rank, device)?;
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();

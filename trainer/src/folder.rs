@@ -19,6 +19,7 @@ use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, CurriculumDifference};
+use serde_json::Value;
 use store::{Location, disk, disk::Writing, open::MANIFEST};
 
 use crate::checkpoint::Checkpoints;
@@ -68,7 +69,8 @@ impl OpenRun {
     pub(crate) fn take_checkpoints(
         &self,
         wanted: Option<&Location>,
-        (locks, patience): (&RunLocks, Duration),
+        locks: &RunLocks,
+        patience: Duration,
     ) -> Result<Checkpoints> {
         let (folder, recorded) = (self.folder.clone(), self.ledger.last_step());
         let found = folder.elsewhere()?;
@@ -301,7 +303,9 @@ impl RunFolder {
         spec: &RunSpec,
         source: &Location,
         table: &KernelTable,
-        (locks, patience, restart): (&RunLocks, Duration, bool),
+        locks: &RunLocks,
+        patience: Duration,
+        restart: bool,
     ) -> Result<OpenRun> {
         self.take(locks, patience)?;
         let writing = locks.write(patience)?;
@@ -580,17 +584,11 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
 }
 
 /// The first entry in which two kernel tables differ, with both values.
-pub(crate) fn table_difference(
-    before: &serde_json::Value,
-    after: &serde_json::Value,
-) -> Option<(String, String, String)> {
-    use serde_json::Value;
+pub(crate) fn table_difference(before: &Value, after: &Value) -> Option<(String, String, String)> {
     if let (Value::Object(left), Value::Object(right)) = (before, after) {
         let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
         return keys.into_iter().find_map(|key| {
-            let side = |object: &serde_json::Map<String, Value>| {
-                object.get(key).cloned().unwrap_or(Value::Null)
-            };
+            let side = |of: &serde_json::Map<_, _>| of.get(key).cloned().unwrap_or_default();
             let (inner, before, after) = table_difference(&side(left), &side(right))?;
             let key = if inner.is_empty() { key.clone() } else { format!("{key}.{inner}") };
             Some((key, before, after))

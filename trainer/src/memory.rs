@@ -157,9 +157,9 @@ impl<'a> Parallelism<'a> {
         let here = Cut { chunks: cut.chunks / ranks, ..*cut };
         let tokens = placed.micro_batch * u64::from(placed.seq_len);
         let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
-        let sizes = (tokens / ranks, shared);
+        let (tokens, options) = (tokens / ranks, workers.options().cut(here));
         let activations =
-            model::activation_bytes(config, sizes, workers.options().cut(here), (dtype, on_device));
+            model::activation_bytes(config, tokens, shared, options, dtype, on_device);
         let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
         let between = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
         let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);
@@ -369,7 +369,8 @@ impl MachineDemand {
 pub(crate) fn refuse(
     spec: &RunSpec,
     demand: MachineDemand,
-    (names, me): (&[String], u32),
+    names: &[String],
+    me: u32,
     device: Device,
 ) -> Result<()> {
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
@@ -396,7 +397,7 @@ pub(crate) fn refuse(
         }
         if all > limit {
             let copies = demand.copied(&pieces, me);
-            let fault = too_large(name, (all, limit), (mine, copies), here.len());
+            let fault = too_large(name, all, limit, mine, copies, here.len());
             // What is easiest to give up comes first.
             let snapshots = if demand.copies > 1 { "fewer --snapshots, " } else { "" };
             return Err(fault.hint(format!(
@@ -427,8 +428,10 @@ fn refuse_state(phase: &str, state: MemoryUse, device: Device) -> Result<()> {
 
 fn too_large(
     phase: &str,
-    (needed, there): (u64, u64),
-    (mine, copies): (MemoryUse, u64),
+    needed: u64,
+    there: u64,
+    mine: MemoryUse,
+    copies: u64,
     ranks: usize,
 ) -> Fault {
     let MemoryUse { weights, masters, moments, activations, gradients, sent, received, sums } =

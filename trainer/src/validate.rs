@@ -98,9 +98,9 @@ impl Validation {
             mine.extend(match (round.is_empty(), together) {
                 (true, _) => Vec::new(),
                 (_, false) => {
-                    computed(cx, state, round, (cx.workers.options().cut(cut).into(), &waiting))?
+                    computed(cx, state, round, cx.workers.options().cut(cut).into(), &waiting)?
                 }
-                (_, true) => computed_together(cx, state, &lines, (round, &waiting))?,
+                (_, true) => computed_together(cx, state, &lines, round, &waiting)?,
             });
             match progress(team, asked(), left.len())? {
                 Progress::Stopped => return Ok(None),
@@ -180,7 +180,8 @@ fn computed(
     StepContext { spec, team, workers }: StepContext<'_>,
     state: &State,
     windows: Vec<(usize, Window)>,
-    (how, waiting): (MicroBatchContext<'_>, &Mutex<WaitCounter>),
+    how: MicroBatchContext<'_>,
+    waiting: &Mutex<WaitCounter>,
 ) -> Result<Vec<(usize, Loss)>> {
     let step = state.step;
     let at = spec.plan.step(step.max(1))?;
@@ -209,7 +210,8 @@ fn computed_together(
     cx: StepContext<'_>,
     state: &State,
     lines: &PhaseMesh<'_>,
-    (windows, waiting): (Vec<(usize, Window)>, &Mutex<WaitCounter>),
+    windows: Vec<(usize, Window)>,
+    waiting: &Mutex<WaitCounter>,
 ) -> Result<Vec<(usize, Loss)>> {
     let along = [SharingGroup::sharing(lines)?, SharingGroup::folded(lines)?];
     let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(SharingGroup::begin));
@@ -221,7 +223,7 @@ fn computed_together(
     };
     // One worker, since the exchanges must have one order.
     let found =
-        computed(StepContext { workers: cx.workers.one(), ..cx }, state, windows, (how, waiting))?;
+        computed(StepContext { workers: cx.workers.one(), ..cx }, state, windows, how, waiting)?;
     for line in [sharing, folded].into_iter().flatten() {
         line.finish()?;
     }

@@ -99,7 +99,8 @@ impl CommThread {
     /// does not join within the deadline.
     pub(super) fn join(
         peers: &Arc<Peers>,
-        (device, stream): (Device, CommStream),
+        device: Device,
+        stream: CommStream,
         party: Members,
         id: UniqueId,
     ) -> std::result::Result<CommThread, String> {

@@ -108,7 +108,7 @@ impl<'a> Exchange<'a> {
         self.check_comm()?;
         while self.begun - self.sends.len() < count {
             let Some((to, way)) = self.sends.pop_front() else { break };
-            wait(self.peers, (self.what, self.id, to), way, self.device)?;
+            wait(self.peers, self.what, self.id, to, way, self.device)?;
         }
         Ok(())
     }
@@ -176,14 +176,16 @@ impl Arrival<'_> {
     /// on waits for it, and the host may read it. Its round must be closed.
     pub fn wait(self) -> Result<Tensor> {
         let Arrival { peers, what, id, from, tensor, device, way } = self;
-        way.map_or(Ok(()), |way| wait(peers, (what, id, from), way, device))?;
+        way.map_or(Ok(()), |way| wait(peers, what, id, from, way, device))?;
         Ok(tensor.f_to_device(device)?)
     }
 }
 
 fn wait(
     peers: &Peers,
-    (what, id, peer): (&str, ExchangeId, u32),
+    what: &str,
+    id: ExchangeId,
+    peer: u32,
     way: Transfer<'_>,
     device: Device,
 ) -> Result<()> {

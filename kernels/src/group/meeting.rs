@@ -74,7 +74,8 @@ fn read(said: &str) -> Option<Registration> {
 fn same_world(
     store: &KeyValueStore,
     place: &RankAddress,
-    (rank, said): (usize, &Registration),
+    rank: usize,
+    said: &Registration,
 ) -> Result<()> {
     let (me, world, theirs, process) = (place.rank, place.world, said.world, &said.process);
     if theirs == world {
@@ -118,7 +119,7 @@ pub(super) fn meet(
                 break;
             }
             *one = store.find(&format!("here/{rank}"))?.as_deref().and_then(read);
-            one.as_ref().map_or(Ok(()), |said| same_world(store, place, (rank, said)))?;
+            one.as_ref().map_or(Ok(()), |said| same_world(store, place, rank, said))?;
         }
         if found.iter().all(Option::is_some) {
             let said = |Registration { node, nonce, .. }: Registration| (node, nonce);

@@ -113,7 +113,7 @@ impl Peers {
         // On one machine its own host name may not resolve; the loopback always works.
         let device_host = if is_loopback(host) { "127.0.0.1" } else { "" };
         let store = Arc::new(store);
-        let connected = bridge::connect(&store, (*rank, *world), [interface, device_host], timeout);
+        let connected = bridge::connect(&store, *rank, *world, [interface, device_host], timeout);
         let handle = connected.map_err(|error| match error {
             Error::Reported { .. } | Error::Mistaken { .. } | Error::Short { .. } => error,
             error => Error::Missing {

@@ -109,7 +109,7 @@ impl Rendezvous {
             }
         }
         let stood = (0, members.clone());
-        let alone = Rendezvous::new(store, place, (0, members), stood);
+        let alone = Rendezvous::new(store, place, 0, members, stood);
         Ok(Rendezvous { _held: group.store(), standby, ready: own, holder, ..alone })
     }
 
@@ -117,7 +117,8 @@ impl Rendezvous {
     fn new(
         store: KeyValueStore,
         place: &RankAddress,
-        (generation, members): (u64, Vec<u32>),
+        generation: u64,
+        members: Vec<u32>,
         stood: (u64, Vec<u32>),
     ) -> Rendezvous {
         let (standby, reported, place) = (BTreeMap::new(), AtomicU64::new(0), place.clone());
@@ -165,7 +166,7 @@ impl Rendezvous {
         let list = if last > 0 { store.find(&members_key(last))? } else { None };
         let stood = (last, list.map_or_else(|| (0..place.world).collect(), |list| read(&list)));
         store.set(&born(me), &generation.to_string())?;
-        Ok(Rendezvous::new(store, place, (generation, members), stood))
+        Ok(Rendezvous::new(store, place, generation, members, stood))
     }
 
     /// For a rank that was launched at `place`, under a launcher, and could not meet the others: lets it meet the
@@ -186,7 +187,7 @@ impl Rendezvous {
         }
         let members: Vec<u32> = (0..place.world).collect();
         let (store, stood) = (reach(&meeting(&place.name))?, (0, members.clone()));
-        Ok(Some(Rendezvous::new(store, place, (0, members), stood)))
+        Ok(Some(Rendezvous::new(store, place, 0, members, stood)))
     }
 
     /// Changes since the last generation that was connected. Call it once this one is connected: it records that it is.

@@ -80,7 +80,7 @@ impl Group {
             let mut id = UniqueId { bytes: [0; 128] };
             id.bytes.copy_from_slice(&heard[0][2..130]);
             let party = Members { axis: 0, members: (0..self.world()).collect() };
-            let joined = CommThread::join(peers, (device, stream), party, id);
+            let joined = CommThread::join(peers, device, stream, party, id);
             let against = joined.as_ref().err().cloned();
             let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
             let heard = self.all_gather("the joining of a communicator", &mine)?;
@@ -107,7 +107,7 @@ impl Group {
         let refused = |reason| Error::Foreign { call: "join a line of devices", reason };
         let stream = CommStream::new(device).map_err(refused)?;
         let id = named(peers, &party)?;
-        let comm = Arc::new(CommThread::join(peers, (device, stream), party, id).map_err(refused)?);
+        let comm = Arc::new(CommThread::join(peers, device, stream, party, id).map_err(refused)?);
         along.insert(axis, (members, Arc::clone(&comm)));
         Ok(Some(comm))
     }

@@ -158,7 +158,7 @@ impl Curriculum {
         raw.model.check(&places, "model")?;
         let phases = phases(&file, &places, raw.phase)?;
         check_optimizer(&places, &raw.optimizer)?;
-        check_windows(&places, "", (raw.skip_step, raw.auto_clip))?;
+        check_windows(&places, "", raw.skip_step, raw.auto_clip)?;
         let source = |(name, text): (String, SourceText)| {
             let spec = text.spec(&name, &places)?;
             Ok((name, spec))

@@ -114,7 +114,8 @@ pub(super) fn changes(
     spec: &RunSpec,
     folder: &RunFolder,
     history: &PreviousSteps,
-    (step, record): (u64, Option<&StepRecord>),
+    step: u64,
+    record: Option<&StepRecord>,
 ) -> Result<Vec<RunChange>> {
     let planned = || StepInputs { step, lr: rate_at(spec, step), skipped: None, edited: false };
     let last = record.map_or_else(planned, StepInputs::from);

@@ -98,7 +98,7 @@ pub fn first_words(rank: u32) {
 
 /// Writes this process's exit report for the supervisor: with this rank and, if it exits because another rank was lost,
 /// that one (`missed`). Processes that only exit because another one did write none.
-pub fn last_words((rank, missed): (Option<u32>, Option<u32>), fault: &Fault, spoke_first: bool) {
+pub fn last_words(rank: Option<u32>, missed: Option<u32>, fault: &Fault, spoke_first: bool) {
     // A rank that the others continue without reports before it notifies them, not when it exits.
     static LEFT: AtomicBool = AtomicBool::new(false);
     let Some(ends) = ExitReports::of_environment().filter(|_| spoke_first) else { return };

@@ -149,7 +149,7 @@ impl Watchdog {
                 return Ok(code_of(attempt.status));
             };
             let culprit = RuleScope::Machine(end.host.clone());
-            let rule = history.choose(&self.rules, (cause, &culprit), possible, Instant::now());
+            let rule = history.choose(&self.rules, cause, &culprit, possible, Instant::now());
             let (events, action) = (self.events(), rule.action);
             let (what, host) = (end.what.as_str(), end.host.as_str());
             record_failure(&events, &FailureEvent { cause, rank: end.rank, action, what, host });

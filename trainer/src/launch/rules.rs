@@ -336,7 +336,8 @@ impl ActionHistory {
     pub(crate) fn choose(
         &mut self,
         rules: &FaultRules,
-        (cause, culprit): (Cause, &RuleScope),
+        cause: Cause,
+        culprit: &RuleScope,
         possible: impl Fn(Action) -> bool,
         now: Instant,
     ) -> FaultRule {
@@ -408,7 +409,7 @@ mod tests {
             (FaultRules::default(), Instant::now(), ActionHistory::default());
         let mut choose = |rank: u32| {
             let culprit = RuleScope::Rank(Some(rank));
-            let rule = history.choose(&rules, (Cause::Crash, &culprit), |_| true, now);
+            let rule = history.choose(&rules, Cause::Crash, &culprit, |_| true, now);
             (rule.action, rule.again)
         };
         for rank in 0..9 {
@@ -442,7 +443,7 @@ mod tests {
             let (mut history, mut now, mut used) = (ActionHistory::default(), Instant::now(), Vec::new());
             for pause in seconds {
                 now += Duration::from_secs(pause);
-                let rule = history.choose(&rules, (Cause::Crash, &RuleScope::Rank(None)), possible, now);
+                let rule = history.choose(&rules, Cause::Crash, &RuleScope::Rank(None), possible, now);
                 let lately = |action: Action| {
                     let close = |at: &Instant| now - *at < Duration::from_secs(60);
                     used.iter().filter(|(done, at)| *done == action && close(at)).count() as u32

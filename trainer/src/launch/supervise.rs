@@ -187,12 +187,7 @@ impl Supervision {
 
     /// The rule for one rank, or for all. `left` ranks would be left without it, and `may_lose` is whether they can
     /// continue.
-    fn choose(
-        &mut self,
-        (cause, rank): (Cause, Option<u32>),
-        left: u64,
-        may_lose: bool,
-    ) -> FaultRule {
+    fn choose(&mut self, cause: Cause, rank: Option<u32>, left: u64, may_lose: bool) -> FaultRule {
         let Supervision { rules, history, stay, .. } = self;
         let possible = |action: Action| match action {
             Action::Restart => may_lose,
@@ -200,7 +195,7 @@ impl Supervision {
             _ => true,
         };
         let culprit = RuleScope::Rank(rank);
-        let rule = history.choose(rules, (cause, &culprit), possible, Instant::now());
+        let rule = history.choose(rules, cause, &culprit, possible, Instant::now());
         // A rank that is only slow loses nothing: if no other action is possible, the run continues.
         match (cause, rule.action) {
             (Cause::Straggler, Action::Stop) if !rules.about(cause).contains(&rule) => {
@@ -339,7 +334,7 @@ impl Launcher<'_> {
         let least = self.elastic.as_ref().and_then(|elastic| elastic.least);
         let may_lose = index.is_some() && least.is_some_and(|least| left >= u64::from(least));
         let Some(supervision) = &mut self.supervision else { return };
-        let rule = supervision.choose((cause, rank), left, may_lose);
+        let rule = supervision.choose(cause, rank, left, may_lose);
         let action = rule.action;
         if action.is_of_one_rank() {
             record_failure(
@@ -385,7 +380,7 @@ impl Launcher<'_> {
             let rule = match (rank.decision.take(), cause) {
                 (Some(rule), _) => rule,
                 (None, Some(cause)) => {
-                    let rule = supervision.choose((cause, Some(number)), left, can_continue);
+                    let rule = supervision.choose(cause, Some(number), left, can_continue);
                     let (rank, action, host) = (Some(number), rule.action, host_name());
                     if action.is_of_one_rank() {
                         record_failure(

@@ -58,17 +58,18 @@ pub(crate) struct SharingExchange<'a> {
 impl SharingGroup {
     /// The line of the ranks that share micro-batches with this one, if any.
     pub(crate) fn sharing(lines: &PhaseMesh<'_>) -> Result<Option<SharingGroup>> {
-        SharingGroup::of(lines, (SHARING, Axis::Sharing), "the sharing of micro-batches")
+        SharingGroup::of(lines, SHARING, Axis::Sharing, "the sharing of micro-batches")
     }
 
     /// The line of the ranks that shard the weights with this one.
     pub(crate) fn folded(lines: &PhaseMesh<'_>) -> Result<Option<SharingGroup>> {
-        SharingGroup::of(lines, (FOLDED, Axis::Tsp), "the handing over of shards")
+        SharingGroup::of(lines, FOLDED, Axis::Tsp, "the handing over of shards")
     }
 
     fn of(
         lines: &PhaseMesh<'_>,
-        (number, axis): (usize, Axis),
+        number: usize,
+        axis: Axis,
         what: &'static str,
     ) -> Result<Option<SharingGroup>> {
         let (mesh, rank) = (lines.mesh, lines.team.group.rank());

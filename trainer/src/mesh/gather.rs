@@ -393,8 +393,8 @@ impl<'a> GradientReduction<'a> {
             at += length;
             if to == self.me() {
                 // A copy: an alias would keep the whole block alive.
-                let like = (part.kind(), part.device());
-                self.joined.push_back(tree::joined(&[part], like).map_err(refused)?);
+                let (kind, device) = (part.kind(), part.device());
+                self.joined.push_back(tree::joined(&[part], kind, device).map_err(refused)?);
             } else {
                 self.exchange.send(round, self.rank(to), &part).map_err(lost)?;
             }

@@ -133,14 +133,15 @@ impl<'a> Chunks<'a> {
                 .wanted("a divisor of seq_len, which the ranks that share a micro-batch divide"));
         }
         let grid = ChunkGrid { length, width: length / count as i64, rows: input.rows };
-        Chunks::dealt(config, input, grid, (dealt, line)).map_err(refused)
+        Chunks::dealt(config, input, grid, dealt, line).map_err(refused)
     }
 
     fn dealt(
         config: &ZayaConfig,
         input: &DeviceMicroBatch,
         grid: ChunkGrid,
-        (dealt, line): (Assignment, Option<&'a dyn AxisComm>),
+        dealt: Assignment,
+        line: Option<&'a dyn AxisComm>,
     ) -> kernels::Result<Chunks<'a>> {
         let (size, device) = (grid.rows * grid.width, input.tokens.device());
         let documents = input.spans.clone();
@@ -154,7 +155,7 @@ impl<'a> Chunks<'a> {
         };
         let chunks = |chunk| match dealt.chunks {
             1 => Chunk::whole(config, input),
-            _ => Chunk::cut(config, input, (grid, &beside, &earlier), chunk),
+            _ => Chunk::cut(config, input, grid, &beside, &earlier, chunk),
         };
         let parts = dealt.own().into_iter().map(chunks).collect::<kernels::Result<_>>()?;
         Ok(Chunks { parts, dealt, line, grid, documents, beside, earlier })
@@ -286,7 +287,9 @@ impl Chunk {
     fn cut(
         config: &ZayaConfig,
         input: &DeviceMicroBatch,
-        (grid, beside, earlier): (ChunkGrid, &Table, &Table),
+        grid: ChunkGrid,
+        beside: &Table,
+        earlier: &Table,
         number: u64,
     ) -> kernels::Result<Chunk> {
         let chunk = number as i64;

@@ -115,7 +115,7 @@ pub(super) fn find(
     let LargestDifference { piece, set, element, distance } = farthest;
     let parameter = replayer.spec.parameters[piece.tensor].name.clone();
     let bit = match stage {
-        StepStage::Forward => prove(replayer, traces, (piece.tensor, element), distance)?,
+        StepStage::Forward => prove(replayer, traces, piece.tensor, element, distance)?,
         _ => None,
     };
     if stage == StepStage::Forward && bit.is_none() {
@@ -220,7 +220,8 @@ fn standing_out<'a>(all: &[LargestDifference<'a>]) -> Option<(LargestDifference<
 fn prove(
     replayer: &Replayer,
     traces: CorruptionEvidence<'_>,
-    (tensor, element): (usize, i64),
+    tensor: usize,
+    element: i64,
     distance: f64,
 ) -> Result<Option<u32>> {
     let CorruptionEvidence { losses, written, before, batch, .. } = traces;

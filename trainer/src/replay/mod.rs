@@ -288,7 +288,7 @@ impl Replayer {
             let before = self.state_before(before, step)?;
             verdict = self.again(before.as_ref(), batch, record.as_ref(), found)?;
             if let (Some(before), Some(record), false) = (&before, &record, on_the_way) {
-                narrowed = Some(self.narrow(found, record, (before, state), batch, verdict)?);
+                narrowed = Some(self.narrow(found, record, before, state, batch, verdict)?);
             }
         }
         let documents = match detail {
@@ -309,7 +309,8 @@ impl Replayer {
         let (dtype, team) = (self.spec.dtype_at(state.step + 1), self.team()?);
         match state.cast_weights(
             &self.spec.parameters,
-            (dtype, WeightShards::default()),
+            dtype,
+            WeightShards::default(),
             self.workers,
         )? {
             true => share::weights(&team, state),

@@ -44,7 +44,8 @@ impl Replayer {
         &self,
         first: &StepDifference,
         again: &StepRecord,
-        (before, after): (&State, &State),
+        before: &State,
+        after: &State,
         batch: &Batch,
         verdict: Verdict,
     ) -> Result<LocatedDifference> {

@@ -91,8 +91,8 @@ impl Replayer {
             copies: 1,
             limit: store::memory::limit(),
         };
-        let ranks = (world.comm.nodes(), world.comm.rank());
-        memory::refuse(&self.spec, demand, ranks, world.device)
+        let (names, me) = (world.comm.nodes(), world.comm.rank());
+        memory::refuse(&self.spec, demand, names, me, world.device)
     }
 
     /// Whether this rank prints the results.

@@ -28,8 +28,8 @@ pub(super) fn join(
     if !after_loss {
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;
     }
-    let ranks = (world.comm.nodes(), world.comm.rank());
-    memory::refuse(spec, exec.demand(), ranks, world.device)?;
+    let (names, me) = (world.comm.nodes(), world.comm.rank());
+    memory::refuse(spec, exec.demand(), names, me, world.device)?;
     let chosen = world.comm.choose_transport(world.device, exec.transport);
     chosen.map_err(|error| match error {
         kernels::Error::Foreign { .. } => lost(error).hint(
@@ -45,8 +45,8 @@ pub fn fit_workers(exec: &mut ExecOptions, opened: &OpenedCurriculum, world: &Wo
     let (spec, count) = (RunSpec::new(opened)?, exec.workers.count());
     let fits = |count: usize| {
         let demand = MachineDemand { workers: exec.workers.of(count), ..exec.demand() };
-        let ranks = (world.comm.nodes(), world.comm.rank());
-        memory::refuse(&spec, demand, ranks, world.device).is_ok()
+        let (names, me) = (world.comm.nodes(), world.comm.rank());
+        memory::refuse(&spec, demand, names, me, world.device).is_ok()
     };
     let (mut most, mut too_many) = (0, count + 1);
     while too_many - most > 1 {

@@ -114,7 +114,7 @@ impl<'a> CheckpointWriter<'a> {
             Some(digests) => self.lead(snapshot, digests, state.owners.pieces().to_vec(), false),
             None => self.follow(snapshot)?,
         };
-        self.saver.start((step, digest, start.elapsed()), work)?;
+        self.saver.start(step, digest, start.elapsed(), work)?;
         self.kept = step;
         Ok(())
     }
@@ -203,7 +203,7 @@ impl<'a> CheckpointWriter<'a> {
             Some(digests) => self.lead(snapshot, digests, pieces.to_vec(), pinned),
             None => self.follow(snapshot)?,
         };
-        self.saver.start((step, state, Duration::ZERO), work)?;
+        self.saver.start(step, state, Duration::ZERO, work)?;
         self.kept = self.kept.max(step);
         self.finish(recorder)
     }

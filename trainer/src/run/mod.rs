@@ -89,7 +89,7 @@ fn run(
     let chosen = agree::join(&spec, exec, world, recovery.is_some())?;
     let team = ProcessMesh::new(&world.comm, exec.degrees, exec.grad_reduce, exec.flat)?;
     let after = Resume { recovery, replicas };
-    let begun = open::open(&spec, opened, exec, world, (&team, &chosen), after)?;
+    let begun = open::open(&spec, opened, exec, world, &team, &chosen, after)?;
     let OpenedRun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
     replicas.keep(&team, &state)?;
     if let Some(digest) =

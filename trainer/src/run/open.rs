@@ -59,7 +59,8 @@ pub(super) fn open<'a>(
     opened: &OpenedCurriculum,
     exec: &'a ExecOptions,
     world: &'a World,
-    (team, chosen): (&ProcessMesh<'_>, &TransportChoice),
+    team: &ProcessMesh<'_>,
+    chosen: &TransportChoice,
     Resume { recovery, replicas }: Resume<'_>,
 ) -> Result<OpenedRun<'a>> {
     let comm = &world.comm;
@@ -68,7 +69,7 @@ pub(super) fn open<'a>(
     let reading = RestoreInputs { comm, layout: &layout, owners: &owners, workers: exec.workers };
     let recall = |last, place: &Location| {
         hold_together(exec, world, place)?;
-        let restore = |_| replicas.restore(team, &layout, &owners, (last, exec.workers));
+        let restore = |_| replicas.restore(team, &layout, &owners, last, exec.workers);
         recovery.as_ref().map_or(Ok(None), restore)
     };
     let (mut from_memory, mut drawn) = (true, None);
@@ -207,13 +208,13 @@ impl<'a> Opening<'a> {
         let folder = RunFolder::new(&exec.out);
         // A hung rank may hold the folder until it is killed.
         let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
-        let how = (&world.locks, patience, exec.restart);
-        let open = folder.open(spec, &opened.file, &world.runtime, how)?;
+        let (runtime, locks) = (&world.runtime, &world.locks);
+        let open = folder.open(spec, &opened.file, runtime, locks, patience, exec.restart)?;
         let mut events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
         recovery.map_or(Ok(()), |recovery| recovery.record(&mut events, recorded))?;
         let checkpoints =
-            open.take_checkpoints(exec.checkpoints.as_ref(), (&world.locks, patience))?;
+            open.take_checkpoints(exec.checkpoints.as_ref(), &world.locks, patience)?;
         let progress = ProgressPrinter::new(spec.plan.steps(), exec.progress);
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
@@ -224,7 +225,8 @@ impl<'a> Opening<'a> {
     }
 
     /// Compares a state that was restored from memory with the ledger.
-    fn compare(&self, (state, digest): &Restored) -> Result<()> {
+    fn compare(&self, restored: &Restored) -> Result<()> {
+        let (state, digest) = restored;
         if state.step == 0 {
             return Ok(());
         }

@@ -114,7 +114,7 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
         match (exec.min_ranks, fault.symptom()) {
             // The others continue without this machine, and may end this process as soon as they are notified.
             (Some(_), Some(Symptom::Untrusted)) => {
-                last_words((Some(world.comm.launched_as()), None), &fault, true);
+                last_words(Some(world.comm.launched_as()), None, &fault, true);
                 world.comm.give_up(&fault.to_string());
             }
             // Otherwise they would see only a closed connection.

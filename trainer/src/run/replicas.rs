@@ -92,7 +92,8 @@ impl Replicas {
         team: &ProcessMesh<'_>,
         layout: &StateLayout,
         owners: &Ownership,
-        (last, workers): (u64, Workers),
+        last: u64,
+        workers: Workers,
     ) -> Result<Option<(State, Digest)>> {
         if !self.asked {
             return Ok(None);
@@ -231,7 +232,7 @@ fn pack(state: &State) -> Result<Tensor> {
         parts.extend(owned.second.as_ref().map(|second| second.reshape([-1])));
     }
     let device = parts.first().map_or(Device::Cpu, Tensor::device);
-    tree::joined(&parts, (Kind::Float, device)).map_err(refused)
+    tree::joined(&parts, Kind::Float, device).map_err(refused)
 }
 
 /// The pieces of `rank` by index, as views of its packed values.

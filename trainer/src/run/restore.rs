@@ -162,7 +162,7 @@ mod tests {
             let folder = TempDir::new().unwrap();
             let checkpoints = Checkpoints::new(folder.path());
             let cut = |(cuts, ends, owners, _): &(Vec<Index>, Vec<bool>, Vec<u32>, u32)| {
-                pieces_of(&layout, cuts, (ends, owners))
+                pieces_of(&layout, cuts, ends, owners)
             };
             let (pieces, mut blobs) = (cut(&writers), Vec::new());
             let snapshot = |rank| Snapshot::of(&all.cut(5, &pieces, rank)).unwrap();

@@ -103,12 +103,12 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
     let own = micro_batches.div_ceil(standing.lines);
     let rounds = own.div_ceil(standing.workers);
     let mut seconds = SecondsByPart([0.0; PARTS.len()]);
-    micro_batch(setting, first, needs, (rounds as f64, standing), &mut seconds)?;
+    micro_batch(setting, first, needs, rounds as f64, standing, &mut seconds)?;
     let sum = |parts: [StepPart; 3]| parts.map(|part| seconds.of(part)).iter().sum::<f64>();
     let back = sum([StepPart::ExpertsBack, StepPart::RouterBack, StepPart::AttentionBack]);
     let there = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
     let way_back = (back + seconds.of(StepPart::Head) / 2.0) / rounds as f64;
-    seconds.add(StepPart::Blocks, standing::waits(setting, needs, (own, there + back)));
+    seconds.add(StepPart::Blocks, standing::waits(setting, needs, own, there + back));
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     whole_gradients(setting, own, standing, &mut seconds);
     owners(setting, first, &pieces, &mut seconds);
@@ -126,7 +126,7 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
         hidden += waits.min(gradients - hidden);
         // Facts, losses, norms, checksums: each reaches all ranks in as many hops as a tree has levels.
         seconds.add(StepPart::Peers, waits + 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
-        packing(setting, first, (own, standing), &mut seconds);
+        packing(setting, first, own, standing, &mut seconds);
     }
     seconds.add(StepPart::Blocks, gradients - hidden);
     seconds.add(StepPart::Share, weights);
@@ -183,7 +183,8 @@ fn micro_batch(
     PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     first: u64,
     needs: &PhaseNeeds,
-    (rounds, standing): (f64, RankArrangement),
+    rounds: f64,
+    standing: RankArrangement,
     seconds: &mut SecondsByPart,
 ) -> Result<()> {
     let phase = spec.model_at(first)?;
@@ -262,7 +263,8 @@ fn whole_gradients(
 fn packing(
     PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     first: u64,
-    (own, RankArrangement { together, .. }): (u64, RankArrangement),
+    own: u64,
+    RankArrangement { together, .. }: RankArrangement,
     seconds: &mut SecondsByPart,
 ) {
     let blocks = match fleet.grad_reduce {

@@ -102,8 +102,8 @@ impl MicroBatchSizes {
                 &sum,
                 &[(n * d, Float), (n * d, kind)],
                 |ops, by, t| {
-                    let norm = (&t[6], by.numbers.config.rms_norm_eps);
-                    ops.residual_norm(&t[0], &t[1], scaling(t), norm).map(drop)
+                    let eps = by.numbers.config.rms_norm_eps;
+                    ops.residual_norm(&t[0], &t[1], scaling(t), &t[6], eps).map(drop)
                 },
             ),
             self.operation(

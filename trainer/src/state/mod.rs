@@ -361,7 +361,8 @@ impl State {
     pub(crate) fn cast_weights(
         &mut self,
         parameters: &[ParamSpec],
-        (dtype, fold): (Dtype, WeightShards),
+        dtype: Dtype,
+        fold: WeightShards,
         workers: Workers,
     ) -> Result<bool> {
         let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();

@@ -42,7 +42,7 @@ pub(super) fn apply(
 pub(crate) fn cast_weights(cx: StepContext<'_>, state: &mut State, step: u64) -> Result<()> {
     let StepContext { spec, team, workers } = cx;
     let fold = team.lines(spec.model_at(step)?.cut)?.fold(&spec.parameters);
-    match state.cast_weights(&spec.parameters, (spec.dtype_at(step), fold), workers)? {
+    match state.cast_weights(&spec.parameters, spec.dtype_at(step), fold, workers)? {
         true => share::weights(team, state),
         false => Ok(()),
     }

@@ -101,7 +101,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .hint("ztrain bench collectives --nproc 2")
     })?;
     let World { comm: mut group, device, .. } =
-        args.ranks.world(&speed, Some(&launched), (None, &stop))?;
+        args.ranks.world(&speed, Some(&launched), None, &stop)?;
     let chosen = group.choose_transport(device, args.ranks.transport()).map_err(lost)?;
     let speaks = group.rank() == 0;
     if speaks && !args.json {
@@ -134,7 +134,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         drawing.put(&plot(&all, group.world()))?;
     }
     if let (true, Some(cluster)) = (speaks, cluster) {
-        keep(cluster, &all, uneven, (group.world(), device))?;
+        keep(cluster, &all, uneven, group.world(), device)?;
     }
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
 }
@@ -144,7 +144,8 @@ fn keep(
     cluster: ClusterFile,
     all: &[CollectiveTiming],
     uneven: f64,
-    (world, device): (u32, Device),
+    world: u32,
+    device: Device,
 ) -> Result<()> {
     let (latency_s, bytes_per_s) = link(all);
     cluster.put(|described| {

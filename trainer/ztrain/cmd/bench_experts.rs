@@ -31,8 +31,10 @@ struct Row {
 /// Measures those of a model, and prints a line for each.
 pub(super) fn run(
     bench: BenchOptions,
-    (config, tokens): (&ZayaConfig, i64),
-    (dtype, kind): (&'static str, Kind),
+    config: &ZayaConfig,
+    tokens: i64,
+    dtype: &'static str,
+    kind: Kind,
     json: bool,
 ) -> Result<()> {
     for ModelMatmul { name, shape, together, .. } in shapes::of_model(config, tokens) {

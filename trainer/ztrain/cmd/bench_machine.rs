@@ -280,15 +280,14 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
         found.extend(own);
         // On a processor experts are a loop, whose products stand above.
         if let (Some((config, tokens)), true) = (&model, device != Device::Cpu) {
-            let kind = (format.name(), format.kind());
-            bench_experts::run(bench, (config, *tokens), kind, args.common.json)?;
+            let (dtype, kind, json) = (format.name(), format.kind(), args.common.json);
+            bench_experts::run(bench, config, *tokens, dtype, kind, json)?;
         }
     }
     // Of f32 operands by itself where bf16 ones were measured too.
     for format in args.formats.dtype.iter().rev() {
-        let kind = (format.name(), format.kind());
-        let found =
-            bench_attention::run(bench, kind, (args.tokens, model.as_ref()), args.common.json)?;
+        let (dtype, kind, json) = (format.name(), format.kind(), args.common.json);
+        let found = bench_attention::run(bench, dtype, kind, args.tokens, model.as_ref(), json)?;
         let curve =
             |which: usize| Some(Curve::of(found.iter().map(|it| [it[0], it[which]]).collect()));
         match args.formats.dtype.contains(&Format::Bf16) && *format == Format::F32 {

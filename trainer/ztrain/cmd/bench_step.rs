@@ -56,7 +56,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     trace.map_or(Ok(()), free)?;
     kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;
-    let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &Arc::default()))?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), None, &Arc::default())?;
     let spec = RunSpec::new(&OpenedCurriculum::open(&args.curriculum)?)?;
     trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.degrees())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;

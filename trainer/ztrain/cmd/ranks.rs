@@ -159,7 +159,8 @@ impl Ranks {
         &self,
         speed: &Speed,
         launched: Option<&LaunchedRank>,
-        (min_ranks, stop): (Option<u32>, &Arc<AtomicBool>),
+        min_ranks: Option<u32>,
+        stop: &Arc<AtomicBool>,
     ) -> Result<World> {
         let ((device, runtime), patience) = (speed.start(launched)?, self.rank_timeout);
         Ok(match (launched, min_ranks) {

@@ -110,7 +110,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let launched = args.ranks.launched()?;
     let stop = Arc::default();
-    let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &stop))?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), None, &stop)?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     meet(&mut world, args.ranks.transport())
         .inspect_err(|fault| world.comm.report(&fault.to_string()))?;

@@ -164,11 +164,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         let launch = Launch { count, min_ranks, stay, supervised, arguments };
         let outcome = launch::spawn(&launch, stop);
         locks.release();
-        return outcome.inspect_err(|fault| launch::last_words((None, None), fault, true));
+        return outcome.inspect_err(|fault| launch::last_words(None, None, fault, true));
     }
     let launched = args.ranks.launched()?;
     let rank = launched.as_ref().map(|launched| launched.place.rank);
-    let outcome = as_rank(&args, curriculum, (launched.as_ref(), supervised.as_ref()), &requests);
+    let outcome = as_rank(&args, curriculum, launched.as_ref(), supervised.as_ref(), &requests);
     let (ExitInfo { spoke_first, missed }, outcome) = match outcome {
         Ok(done) => done,
         Err(fault) => (ExitInfo { spoke_first: true, missed: None }, Err(fault)),
@@ -176,7 +176,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     match outcome {
         Ok(()) => Ok(0),
         Err(fault) => {
-            launch::last_words((rank, missed), &fault, spoke_first);
+            launch::last_words(rank, missed, &fault, spoke_first);
             // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
             if spawned_us() && !spoke_first { Ok(fault.class().exit_code()) } else { Err(fault) }
         }
@@ -195,11 +195,12 @@ struct ExitInfo {
 fn as_rank(
     args: &Args,
     curriculum: &Location,
-    (launched, supervised): (Option<&LaunchedRank>, Option<&SupervisorLink>),
+    launched: Option<&LaunchedRank>,
+    supervised: Option<&SupervisorLink>,
     requests: &SignalRequests,
 ) -> Result<(ExitInfo, Result<()>)> {
     let stop = &requests.stop;
-    let mut world = args.ranks.world(&args.speed, launched, (args.faults.min_ranks, stop))?;
+    let mut world = args.ranks.world(&args.speed, launched, args.faults.min_ranks, stop)?;
     // Under our own launcher that one speaks.
     if world.comm.rank() == 0 && !spawned_us() {
         requests.answer(StartupStage::Nothing)?;

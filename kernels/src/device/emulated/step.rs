@@ -383,7 +383,8 @@ fn pieces_travel_whole() {
 type Chunk<'a> = (&'a [i64], u64);
 
 /// Adds the experts of one chunk to those of another, and a part without an expert.
-fn present((here, one): Chunk, (there, two): Chunk, each: usize) -> (Tape, [Buffer; 3]) {
+fn present(left: Chunk, right: Chunk, each: usize) -> (Tape, [Buffer; 3]) {
+    let ((here, one), (there, two)) = (left, right);
     let mut tape = Tape::new("experts of chunks");
     let [left, right] = [one, two].map(|seed| tape.with(&parts(here.len() * each, seed)));
     let plain = [one + 7, two + 7].map(|seed| tape.with(&numbers(each, seed)));

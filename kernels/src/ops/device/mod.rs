@@ -250,7 +250,7 @@ impl Ops for DeviceTable {
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<(Tensor, ParamGradient)> {
-        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, None))
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, grad, None)
     }
 
     fn rms_norm_backward_beside(
@@ -261,7 +261,7 @@ impl Ops for DeviceTable {
         grad: &Tensor,
         beside: &Tensor,
     ) -> Result<(Tensor, ParamGradient)> {
-        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, Some(beside)))
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, grad, Some(beside))
     }
 
     fn finish(&self, all: Vec<ParamGradient>) -> Result<Vec<Tensor>> {
@@ -278,9 +278,10 @@ impl Ops for DeviceTable {
         branch: &Tensor,
         residual: &Tensor,
         by: ResidualScaling,
-        norm: (&Tensor, f64),
+        weight: &Tensor,
+        eps: f64,
     ) -> Result<[Tensor; 3]> {
-        rows::residual_norm(&self.at(branch)?, branch, residual, by, norm)
+        rows::residual_norm(&self.at(branch)?, branch, residual, by, weight, eps)
     }
 
     fn residual_backward(
@@ -326,9 +327,10 @@ impl Ops for DeviceTable {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: (Tensor, Kind),
+        grad: Tensor,
+        kind: Kind,
     ) -> Result<QueryKeyGrads> {
-        heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad)
+        heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad, kind)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {

@@ -325,7 +325,7 @@ impl Heads {
         for ((chunk, x), taps) in all.iter().zip(x).zip(taps) {
             let own = projected.f_narrow(0, first, x.size()[0])?;
             first += x.size()[0];
-            chunks.push(self.query_key(pass, chunk, (x, &own), taps)?);
+            chunks.push(self.query_key(pass, chunk, x, &own, taps)?);
         }
         let [queries, keys, _] = self.shape;
         let key = chunks.iter().map(|(own, _)| own.f_narrow(0, queries, keys));
@@ -347,7 +347,8 @@ impl Heads {
         &self,
         pass: &Pass<'_>,
         chunk: &Chunk,
-        (x, projected): (&Tensor, &Tensor),
+        x: &Tensor,
+        projected: &Tensor,
         taps: Tensor,
     ) -> Result<(Tensor, [Tensor; 4])> {
         let raw = pass.ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;

@@ -37,8 +37,8 @@ impl Saved {
         let (mut taps, mut turned) = (Vec::new(), Vec::new());
         for ((chunk, saved), qk) in pass.chunks.iter().zip(&self.chunks).zip(qk) {
             let own = self.heads.turned(chunk);
-            let grad = (qk, pass.kind);
-            let back = ops.query_key_backward(&saved.raw, &saved.factor, own, grad)?;
+            let (raw, factor) = (&saved.raw, &saved.factor);
+            let back = ops.query_key_backward(raw, factor, own, qk, pass.kind)?;
             let grouped = pass.gradient(&back.raw.f_transpose(1, 2)?, &saved.taps)?;
             taps.push(ops.matmul(&back.raw, &self.heads.kernel)?);
             let grouped = grouped.f_view([-1, pass.config.head_dim, 2])?;
@@ -105,7 +105,7 @@ impl Saved {
                 let [key, value] = [part(&seen.key)?, part(&seen.value)?];
                 let out = AttentionGrads { query: &query, key: &key, value: &value };
                 ops.attention_backward(by, kept, &heads, out)?;
-                sums.add(pass.chunks, (own[at], chunk), &key, &value)?;
+                sums.add(pass.chunks, own[at], chunk, &key, &value)?;
             }
             back.push(qk);
         }
@@ -136,7 +136,8 @@ impl KeySums {
     fn add(
         &mut self,
         all: &Chunks<'_>,
-        (number, chunk): (u64, &Chunk),
+        number: u64,
+        chunk: &Chunk,
         key: &Tensor,
         value: &Tensor,
     ) -> Result<()> {

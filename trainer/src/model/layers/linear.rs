@@ -191,7 +191,7 @@ impl Linear {
             reads.push(read);
             gates.push((gate, weight));
         }
-        let left = |at: usize, span| by.before(&features[at], (&reads[at], span), &None);
+        let left = |at: usize, span| by.before(&features[at], &reads[at], span, &None);
         let states = CarriedStates::gather(pass, Side::After, left)?;
         let mut found = Vec::new();
         let parts = pass.chunks.iter().zip(saved).zip(gates).enumerate();
@@ -201,7 +201,7 @@ impl Linear {
                 let row = states.row(*span);
                 let earlier = if span.before > 0 { &own.before[row] } else { &None };
                 let later = if states.is_last(*span) { &after[row] } else { &None };
-                blocks.extend(by.back(&features[at], (&reads[at], *span), earlier, later)?);
+                blocks.extend(by.back(&features[at], &reads[at], *span, earlier, later)?);
             }
             let [query, key, value] = features[at].back(&blocks, pass.kind)?;
             let weights = [
