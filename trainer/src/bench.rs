@@ -288,24 +288,24 @@ fn memory_of_all(
     sizes: [u64; 4],
 ) -> Result<Vec<RankMemory>> {
     let StepContext { spec, team, workers } = cx;
-    let mut mine = WordWriter::default();
+    let mut message = WordWriter::default();
     sizes.iter().for_each(|size| {
-        mine.word(*size);
+        message.word(*size);
     });
-    let heard = team.all_gather("the sizes of ranks", &mine)?;
+    let gathered = team.all_gather("the sizes of ranks", &message)?;
     let ProcessMesh { degrees, flat, grad_reduce, .. } = *team;
     let names = team.group.nodes();
     // A CPU counts none.
     let on_device = sizes[3] > 0;
     let ways = Parallelism { names, pieces, degrees, flat, grad_reduce, workers, on_device };
     let ranks = ways.at(spec, first)?;
-    let of = |(rank, mut heard): (u32, WordReader<'_>)| {
-        let (before, most) = (heard.word()?, heard.word()?);
-        let (tensors, on_device) = (heard.word()?, heard.word()?);
+    let of = |(rank, mut gathered): (u32, WordReader<'_>)| {
+        let (before, most) = (gathered.word()?, gathered.word()?);
+        let (tensors, on_device) = (gathered.word()?, gathered.word()?);
         let formula = ranks.holds(spec, first, rank);
         Ok(RankMemory { rank, formula, before, most, tensors, on_device })
     };
-    (0..).zip(heard.readers()).map(of).collect()
+    (0..).zip(gathered.readers()).map(of).collect()
 }
 
 /// Adds the query-key pairs of a step's micro-batches: those of the busiest rank of each, and the mean over ranks.

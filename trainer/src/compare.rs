@@ -95,14 +95,14 @@ struct Side<'a> {
 impl Side<'_> {
     /// The run that this one was forked from, if any, and how that relates to the other one.
     fn origin(&self, other: &Side<'_>) -> Result<Option<String>> {
-        let (name, theirs) = (self.name, other.name);
+        let (name, other_name) = (self.name, other.name);
         let Some(Origin { of, step, chain }) = Origin::read(self.root)? else { return Ok(None) };
         let shares = other.ledger.chain_at(step) == Some(chain);
         let is_it = other.root.canonicalize().is_ok_and(|root| root.to_string_lossy() == of);
         Ok(Some(match (shares, is_it) {
-            (true, true) => format!("{name} was forked from {theirs} after step {step}"),
+            (true, true) => format!("{name} was forked from {other_name} after step {step}"),
             (true, false) => format!(
-                "{name} was forked from {of} after step {step}, up to which {theirs} is the same"
+                "{name} was forked from {of} after step {step}, up to which {other_name} is the same"
             ),
             (false, _) => format!("{name} was forked from {of} after step {step}"),
         }))

@@ -328,10 +328,10 @@ fn sharing(
         |piece: &ParamShard| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
     let cut = |piece: &&ParamShard| holder.fold.cuts(piece.tensor);
     let shards: u64 = holder.own().filter(cut).map(bytes).sum();
-    let mine: u64 = holder.own().map(bytes).sum();
+    let owned: u64 = holder.own().map(bytes).sum();
     // Of the shards of its own pieces a rank keeps its share.
-    let own = mine - shards + shards / u64::from(holder.fold.degree());
-    MemoryUse { sent: mine, received: always.weights.saturating_sub(own), ..always }
+    let own = owned - shards + shards / u64::from(holder.fold.degree());
+    MemoryUse { sent: owned, received: always.weights.saturating_sub(own), ..always }
 }
 
 /// What the ranks of a machine will hold, for any command that computes steps.
@@ -379,7 +379,7 @@ pub(crate) fn refuse(
     let partners = Partners::new(names);
     let MachineDemand { degrees, flat, grad_reduce, workers, replicate, limit, .. } = demand;
     for (name, first, _) in spec.segments() {
-        let (mut all, mut mine) = (0u64, MemoryUse::default());
+        let (mut all, mut held) = (0u64, MemoryUse::default());
         let on_device = device != Device::Cpu;
         let ways =
             Parallelism { names, pieces: &pieces, degrees, flat, grad_reduce, workers, on_device };
@@ -393,11 +393,11 @@ pub(crate) fn refuse(
             let replicated = if replicate { partners.held(&pieces, rank) } else { 0 };
             let parts = [found.sum(), replicated, demand.copied(&pieces, rank)];
             all = parts.into_iter().fold(all, u64::saturating_add);
-            mine = if rank == me { found } else { mine };
+            held = if rank == me { found } else { held };
         }
         if all > limit {
             let copies = demand.copied(&pieces, me);
-            let fault = too_large(name, all, limit, mine, copies, here.len());
+            let fault = too_large(name, all, limit, held, copies, here.len());
             // What is easiest to give up comes first.
             let snapshots = if demand.copies > 1 { "fewer --snapshots, " } else { "" };
             return Err(fault.hint(format!(
@@ -430,12 +430,12 @@ fn too_large(
     phase: &str,
     needed: u64,
     there: u64,
-    mine: MemoryUse,
+    held: MemoryUse,
     copies: u64,
     ranks: usize,
 ) -> Fault {
     let MemoryUse { weights, masters, moments, activations, gradients, sent, received, sums } =
-        mine;
+        held;
     Fault::machine("this run needs more memory than the machine has, or leaves this job")
         .at(format!("phase {phase:?}"))
         .found(format!(

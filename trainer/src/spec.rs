@@ -368,22 +368,22 @@ fn compare_start(
     config: &ZayaConfig,
     place: impl Fn() -> String,
 ) -> Result<()> {
-    let (theirs, ours) = (model::parameters(start.config()), model::parameters(config));
+    let (given, wanted) = (model::parameters(start.config()), model::parameters(config));
     let shown = |spec: Option<&ParamSpec>| {
         spec.map_or_else(|| "nothing".to_owned(), |spec| format!("{} {:?}", spec.name, spec.shape))
     };
     let shapes = |specs: &[ParamSpec]| {
         specs.iter().map(|spec| (spec.name.clone(), spec.shape.clone())).collect::<Vec<_>>()
     };
-    let (left, right) = (shapes(&theirs), shapes(&ours));
+    let (left, right) = (shapes(&given), shapes(&wanted));
     if left == right {
         return Ok(());
     }
     let same = left.iter().zip(&right).take_while(|(left, right)| left == right).count();
     Err(Fault::usage("the initial weights have other parameters than the model")
         .at(place())
-        .found(shown(theirs.get(same)))
-        .wanted(shown(ours.get(same)))
+        .found(shown(given.get(same)))
+        .wanted(shown(wanted.get(same)))
         .hint("leave [model] out: the folder brings its own"))
 }
 

@@ -89,13 +89,13 @@ impl Validation {
         let mut left = dealt.map(|index| (index, windows[index].clone()));
         let what = format!("validation after step {}", state.step);
         let waiting = Mutex::new(WaitCounter::new(what, left.len() as u64));
-        let mut mine = Vec::new();
+        let mut own_losses = Vec::new();
         // In rounds: in between, the ranks exchange whether one of them was asked to stop.
         loop {
             let together = lines.mesh.tsp > 1;
             let round = if together { 1 } else { cx.workers.count() };
             let round: Vec<_> = left.by_ref().take(round).collect();
-            mine.extend(match (round.is_empty(), together) {
+            own_losses.extend(match (round.is_empty(), together) {
                 (true, _) => Vec::new(),
                 (_, false) => {
                     computed(cx, state, round, cx.workers.options().cut(cut).into(), &waiting)?
@@ -108,7 +108,7 @@ impl Validation {
                 Progress::Left => {}
             }
         }
-        let losses = gather_losses(team, windows.len(), &mine)?;
+        let losses = gather_losses(team, windows.len(), &own_losses)?;
         let mut sums: Vec<SourceLoss> = Vec::new();
         for (Window { source, .. }, Loss { loss, labels }) in windows.into_iter().zip(losses) {
             match sums.last_mut() {
@@ -235,11 +235,11 @@ fn computed_together(
 fn gather_losses(
     team: &ProcessMesh<'_>,
     windows: usize,
-    mine: &[(usize, Loss)],
+    own_losses: &[(usize, Loss)],
 ) -> Result<Vec<Loss>> {
     let mut words = WordWriter::default();
-    words.word(mine.len() as u64);
-    for (index, Loss { loss, labels }) in mine {
+    words.word(own_losses.len() as u64);
+    for (index, Loss { loss, labels }) in own_losses {
         words.word(*index as u64).float(*loss).word(*labels);
     }
     let gathered = team.all_gather("the gathering of losses on held-out text", &words)?;

@@ -180,7 +180,7 @@ impl CommLoop {
         let Error::Foreign { call, reason } = error else { return error };
         let ranks: Vec<String> = round.partners().iter().map(u32::to_string).collect();
         let (me, others) = (self.peers.rank(), ranks.join(", "));
-        let reason = format!("{reason}, on rank {me} in {} with ranks {others}", round.what);
+        let reason = format!("{reason}, on rank {me} in {} with ranks {others}", round.operation);
         Error::Foreign { call, reason }
     }
 
@@ -217,7 +217,7 @@ impl CommLoop {
             if state.why.is_some() {
                 return Err(refused("given up"));
             }
-            state.call = Some((Instant::now(), round.what.clone()));
+            state.call = Some((Instant::now(), round.operation.clone()));
         }
         let queued = self.queue(stream, round);
         let in_time = self.shared.lock().call.take().is_some();
@@ -242,8 +242,8 @@ impl CommLoop {
     /// Tells the round's ranks that this one has reached the round, and waits for the same message from each of them.
     fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
         let missing = |peer, error| match late(&error) {
-            true => self.peers.stalled(&round.what, round.id, partners),
-            false => self.peers.missing(&round.what, round.id, peer, &error),
+            true => self.peers.stalled(&round.operation, round.id, partners),
+            false => self.peers.missing(&round.operation, round.id, peer, &error),
         };
         let (token, tag) = (|| Tensor::zeros([1], (Kind::Uint8, Device::Cpu)), self.party.token());
         let mut words = Vec::new();
@@ -297,7 +297,7 @@ impl CommLoop {
                 return Ok(());
             }
             if !over && start.elapsed() > self.peers.timeout() {
-                return Err(self.peers.stalled(&round.what, round.id, &round.partners()));
+                return Err(self.peers.stalled(&round.operation, round.id, &round.partners()));
             }
             if looked.elapsed() > WORDS {
                 looked = Instant::now();

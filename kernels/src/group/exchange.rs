@@ -24,7 +24,7 @@ use crate::Result;
 /// ([`super::Group::all_gather`]).
 pub struct Exchange<'a> {
     peers: &'a Peers,
-    what: &'a str,
+    operation: &'a str,
     id: ExchangeId,
     /// Where tensors live.
     device: Device,
@@ -42,7 +42,7 @@ pub struct Exchange<'a> {
 /// A tensor on its way here.
 pub struct Arrival<'a> {
     peers: &'a Peers,
-    what: &'a str,
+    operation: &'a str,
     id: ExchangeId,
     from: u32,
     tensor: Tensor,
@@ -59,13 +59,13 @@ pub(super) enum Transfer<'a> {
 impl<'a> Exchange<'a> {
     pub(super) fn new(
         peers: &'a Peers,
-        what: &'a str,
+        operation: &'a str,
         id: ExchangeId,
         device: Device,
         comm: Option<&'a CommThread>,
     ) -> Self {
         let (sends, open) = (VecDeque::new(), BTreeMap::new());
-        Exchange { peers, what, id, device, comm, sends, begun: 0, open, closed: 0 }
+        Exchange { peers, operation, id, device, comm, sends, begun: 0, open, closed: 0 }
     }
 
     /// This rank, from 0.
@@ -87,7 +87,7 @@ impl<'a> Exchange<'a> {
                 // On a GPU this copies to host memory; on a CPU it is the tensor itself.
                 let plain = tensor.f_to_device(Device::Cpu)?;
                 let begun = self.peers.send(to, &plain, self.tag());
-                let missing = |error| self.peers.missing(self.what, self.id, to, &error);
+                let missing = |error| self.peers.missing(self.operation, self.id, to, &error);
                 Transfer::Plain(begun.map_err(missing)?)
             }
         };
@@ -108,7 +108,7 @@ impl<'a> Exchange<'a> {
         self.check_comm()?;
         while self.begun - self.sends.len() < count {
             let Some((to, way)) = self.sends.pop_front() else { break };
-            wait(self.peers, self.what, self.id, to, way, self.device)?;
+            wait(self.peers, self.operation, self.id, to, way, self.device)?;
         }
         Ok(())
     }
@@ -129,12 +129,12 @@ impl<'a> Exchange<'a> {
             Some(comm) => Some(Transfer::Issued(comm, self.round(round).receive(from, &tensor))),
             None => {
                 let begun = self.peers.receive(from, &tensor, self.tag());
-                let missing = |error| self.peers.missing(self.what, self.id, from, &error);
+                let missing = |error| self.peers.missing(self.operation, self.id, from, &error);
                 Some(Transfer::Plain(begun.map_err(missing)?))
             }
         };
-        let Exchange { peers, what, id, device, .. } = *self;
-        Ok(Arrival { peers, what, id, from, tensor, device, way })
+        let Exchange { peers, operation, id, device, .. } = *self;
+        Ok(Arrival { peers, operation, id, from, tensor, device, way })
     }
 
     /// Declares the rounds up to this one complete: over RCCL they are queued now, in order.
@@ -163,7 +163,7 @@ impl<'a> Exchange<'a> {
 
     fn round(&mut self, round: u64) -> &mut Round {
         assert!(round >= self.closed, "round {round} is closed");
-        self.open.entry(round).or_insert_with(|| Round::new(self.what, self.id))
+        self.open.entry(round).or_insert_with(|| Round::new(self.operation, self.id))
     }
 
     fn tag(&self) -> c_int {
@@ -175,15 +175,15 @@ impl Arrival<'_> {
     /// The tensor on the group's device, once it has arrived. Between devices, what the calling thread queues from here
     /// on waits for it, and the host may read it. Its round must be closed.
     pub fn wait(self) -> Result<Tensor> {
-        let Arrival { peers, what, id, from, tensor, device, way } = self;
-        way.map_or(Ok(()), |way| wait(peers, what, id, from, way, device))?;
+        let Arrival { peers, operation, id, from, tensor, device, way } = self;
+        way.map_or(Ok(()), |way| wait(peers, operation, id, from, way, device))?;
         Ok(tensor.f_to_device(device)?)
     }
 }
 
 fn wait(
     peers: &Peers,
-    what: &str,
+    operation: &str,
     id: ExchangeId,
     peer: u32,
     way: Transfer<'_>,
@@ -191,7 +191,7 @@ fn wait(
 ) -> Result<()> {
     match way {
         Transfer::Plain(work) => {
-            work.wait(peers.timeout()).map_err(|error| peers.missing(what, id, peer, &error))
+            work.wait(peers.timeout()).map_err(|error| peers.missing(operation, id, peer, &error))
         }
         Transfer::Issued(comm, ticket) => comm.wait(&ticket, device),
     }

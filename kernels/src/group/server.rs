@@ -332,9 +332,9 @@ mod tests {
         let mut greeting = [0; 2 * PROOF];
         caller.read_exact(&mut greeting).unwrap();
         let mut callers = server.held.callers();
-        let mine = nonce().unwrap();
-        let proof = key.proof("caller", &[&greeting[PROOF..], &mine]);
-        caller.write_all(&[mine, proof].concat()).unwrap();
+        let own_nonce = nonce().unwrap();
+        let proof = key.proof("caller", &[&greeting[PROOF..], &own_nonce]);
+        caller.write_all(&[own_nonce, proof].concat()).unwrap();
         // Enough time to admit it if the server did not check whether it was dropped.
         thread::sleep(Duration::from_millis(100));
         callers.let_first_go();

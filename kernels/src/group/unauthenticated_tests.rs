@@ -43,10 +43,10 @@ fn whoever_has_another_key_or_none_is_refused_at_once_and_counted() {
     let keys = [key(), RunKey::of("the secret of another run"), RunKey::default()];
     for ours in &keys {
         let (store, mut unauthenticated) = (serve(ours), 0);
-        for theirs in &keys {
+        for callers_key in &keys {
             let caller =
-                KeyValueStore::connect("127.0.0.1", store.port(), "test/", theirs, SECONDS);
-            match (caller, ours == theirs) {
+                KeyValueStore::connect("127.0.0.1", store.port(), "test/", callers_key, SECONDS);
+            match (caller, ours == callers_key) {
                 (Ok(caller), true) => {
                     caller.set("key", "value").unwrap();
                     assert_eq!(store.find("key").unwrap().as_deref(), Some("value"));

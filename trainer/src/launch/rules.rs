@@ -356,9 +356,9 @@ impl ActionHistory {
     }
 
     /// When a rule was used for a culprit.
-    fn used(&self, cause: Cause, rule: usize, who: &RuleScope) -> impl Iterator<Item = &Instant> {
+    fn used(&self, cause: Cause, rule: usize, scope: &RuleScope) -> impl Iterator<Item = &Instant> {
         let of_this = move |(of, number, culprit, _): &&(Cause, usize, RuleScope, Instant)| {
-            (*of, *number) == (cause, rule) && culprit == who
+            (*of, *number) == (cause, rule) && culprit == scope
         };
         self.0.iter().filter(of_this).map(|(.., at)| at)
     }

@@ -29,7 +29,7 @@ fn whole(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
     let (owners, weights) = (&state.owners, &state.weights);
     let (group, nodes, me) = (team.group, &team.nodes, owners.rank());
     let here = |rank: &u32| nodes.of(*rank) == nodes.here();
-    let mine = pack(state)?;
+    let payload = pack(state)?;
     let mut exchange = group.begin("the sharing of new weights").map_err(lost)?;
     // Posted in the order in which each rank sends: first its own, then what it forwards.
     let (direct, passed): (Vec<u32>, Vec<u32>) = (0..group.world())
@@ -44,7 +44,7 @@ fn whole(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
         arrivals.push((owner, arrival));
     }
     for to in group.others().filter(|to| nodes.relay(*to, me) == me) {
-        exchange.send(0, to, &mine).map_err(lost)?;
+        exchange.send(0, to, &payload).map_err(lost)?;
     }
     exchange.close(0).map_err(lost)?;
     let told = arrivals.split_off(direct.len());

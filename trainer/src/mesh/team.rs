@@ -94,9 +94,9 @@ impl<'a> ProcessMesh<'a> {
     }
 
     /// Sends a small message to all ranks, and receives theirs.
-    pub(crate) fn all_gather(&self, what: &str, mine: &WordWriter) -> Result<Gathered> {
+    pub(crate) fn all_gather(&self, operation: &str, message: &WordWriter) -> Result<Gathered> {
         let _watch = timing::part(timing::StepPart::Peers);
-        self.group.all_gather(what, mine.bytes()).map(Gathered).map_err(lost)
+        self.group.all_gather(operation, message.bytes()).map(Gathered).map_err(lost)
     }
 }
 

@@ -319,9 +319,9 @@ impl ChunkSum {
             meeting.added.push((gradient.shallow_clone(), right.gradient.shallow_clone()));
             return Ok(());
         };
-        let (all, theirs) = (gradient.f_view([-1])?, right.gradient.f_reshape([-1])?);
+        let (all, right_values) = (gradient.f_view([-1])?, right.gradient.f_reshape([-1])?);
         let spans = own.spans.iter().map(|(expert, first, len)| {
-            let [here, there] = [&all, &theirs].map(|all| all.f_narrow(0, *first, *len));
+            let [here, there] = [&all, &right_values].map(|all| all.f_narrow(0, *first, *len));
             kernels::Result::<_>::Ok((*expert, (here?, there?)))
         });
         own.present = match (&own.present, &others.present) {

@@ -254,9 +254,9 @@ impl Zaya {
         let next = self.layers.iter().skip(1).map(|layer| &layer.attention.norm);
         for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
             let inputs = (keep == ActivationCheckpointing::LayerInputs).then(|| flow.share());
-            let (after, saved, own) = layer.forward(pass, flow, Some(next))?;
+            let (after, saved, router_counts) = layer.forward(pass, flow, Some(next))?;
             flow = after;
-            counts.push(own);
+            counts.push(router_counts);
             layers.push(match inputs {
                 None => SavedLayer::All(Box::new(saved)),
                 Some(inputs) => SavedLayer::Inputs(inputs),
@@ -399,16 +399,16 @@ impl DecoderLayer {
     ) -> DecoderLayer {
         let mut half = |number: usize, (norm, scale): (&str, &str), make: LayerConstructor| {
             // Zyphra counts sublayers and scales the residual at their inputs; we scale it at the previous output.
-            let (ours, theirs) = (format!("layers.{}", place.layer), 2 * place.layer + number);
-            let next = match theirs + 1 < 2 * config.num_hidden_layers as usize {
-                true => format!("layers.{}.res_scale", theirs + 1),
+            let (name, hf_number) = (format!("layers.{}", place.layer), 2 * place.layer + number);
+            let next = match hf_number + 1 < 2 * config.num_hidden_layers as usize {
+                true => format!("layers.{}.res_scale", hf_number + 1),
                 false => "res_scale".to_owned(),
             };
-            let mut own = root.inside(&ours, &format!("layers.{theirs}"));
-            let norm = RmsNorm::declare(&mut own, config, norm, "input_norm.weight");
-            let layer = make(&mut own, config, place);
-            let mut own = root.inside(&format!("{ours}.{scale}"), &next);
-            Sublayer { norm, layer, scale: Residual::declare(&mut own, config) }
+            let mut scope = root.inside(&name, &format!("layers.{hf_number}"));
+            let norm = RmsNorm::declare(&mut scope, config, norm, "input_norm.weight");
+            let layer = make(&mut scope, config, place);
+            let mut scope = root.inside(&format!("{name}.{scale}"), &next);
+            Sublayer { norm, layer, scale: Residual::declare(&mut scope, config) }
         };
         let [first, second] = [
             ("input_layernorm.weight", "post_attention_residual_scale"),
@@ -450,8 +450,8 @@ impl DecoderLayer {
         flow: Hidden,
         next: Option<&RmsNorm>,
     ) -> Result<(Hidden, [Saved; 2], Option<Tensor>)> {
-        let own = Some(&self.feed_forward.norm);
-        let (flow, attention, _) = self.attention.forward(pass, flow, own)?;
+        let next_norm = Some(&self.feed_forward.norm);
+        let (flow, attention, _) = self.attention.forward(pass, flow, next_norm)?;
         let (flow, feed_forward, counts) = self.feed_forward.forward(pass, flow, next)?;
         Ok((flow, [attention, feed_forward], counts))
     }

@@ -368,11 +368,11 @@ impl EventLog {
             }
             "supervisor" => {
                 let rank = fields["rank"].as_u64();
-                let who = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
+                let of_rank = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
                 let (cause, what, action) = (text("cause"), text("what"), text("action"));
                 (
                     NotableEventKind::Supervisor,
-                    format!("supervisor: {cause}{who} ({what}): {action}"),
+                    format!("supervisor: {cause}{of_rank} ({what}): {action}"),
                 )
             }
             "recovered" => {

@@ -131,16 +131,16 @@ fn moved(
 ) -> kernels::Result<Vec<Tensor>> {
     let (mut found, mut left) = (Vec::with_capacity(weights.len()), weights);
     for run in runs(parameters) {
-        let (own, rest) = left.split_at(run.len());
+        let (narrow, rest) = left.split_at(run.len());
         left = rest;
-        let (kind, device) = (run[0].kind(dtype), own[0].device());
-        if own[0].kind() == kind {
-            found.extend(own.iter().map(Tensor::shallow_clone));
+        let (kind, device) = (run[0].kind(dtype), narrow[0].device());
+        if narrow[0].kind() == kind {
+            found.extend(narrow.iter().map(Tensor::shallow_clone));
             continue;
         }
         let mut room = room_of_run(run, kind, device)?;
-        let mut pairs = room.iter_mut().zip(own);
-        tch::no_grad(|| pairs.try_for_each(|(room, own)| room.f_copy_(own)))?;
+        let mut pairs = room.iter_mut().zip(narrow);
+        tch::no_grad(|| pairs.try_for_each(|(room, narrow)| room.f_copy_(narrow)))?;
         found.extend(room);
     }
     Ok(found)
@@ -196,12 +196,12 @@ impl State {
         match &spec.start {
             None => drawn(spec, &state, workers)?,
             Some(start) => {
-                let mut own = BTreeMap::<usize, Vec<_>>::new();
+                let mut by_tensor = BTreeMap::<usize, Vec<_>>::new();
                 for (piece, into, _) in state.own() {
-                    own.entry(piece.tensor).or_default().push((piece, into));
+                    by_tensor.entry(piece.tensor).or_default().push((piece, into));
                 }
                 let biases = start.read(|place, weight| {
-                    own.remove(&place).unwrap_or_default().into_iter().try_for_each(
+                    by_tensor.remove(&place).unwrap_or_default().into_iter().try_for_each(
                         |(piece, mut into)| {
                             tch::no_grad(|| into.f_copy_(&piece.of(weight)))
                                 .map_err(refused)
@@ -270,11 +270,11 @@ impl State {
 
     /// All pieces with their weights: this rank's in f32, others as the model reads them.
     fn all(&self) -> impl Iterator<Item = (&ParamShard, Tensor)> {
-        let mut own = self.own();
+        let mut pieces = self.own();
         self.owners.pieces().iter().map(move |piece| {
-            let own = if piece.owner == self.owners.rank() { own.next() } else { None };
+            let pieces = if piece.owner == self.owners.rank() { pieces.next() } else { None };
             let read = || piece.of(&self.weights[piece.tensor]);
-            (piece, own.map_or_else(read, |(_, weight, _)| weight))
+            (piece, pieces.map_or_else(read, |(_, weight, _)| weight))
         })
     }
 

@@ -87,10 +87,10 @@ pub(super) struct StepSums {
 pub(super) fn settle(
     cx: StepContext<'_>,
     state: &State,
-    mine: StepEnd,
+    end: StepEnd,
     moved: Option<Updated>,
 ) -> Result<(StepSums, StepEnd)> {
-    let StepEnd { asked, sent, shared, waited } = mine;
+    let StepEnd { asked, sent, shared, waited } = end;
     let mut words = WordWriter::default();
     words
         .word(asked.word())

@@ -253,20 +253,21 @@ impl ComputedMicroBatches {
         let mut measured = norm::measure(cx, owners, &own)?;
         measured.put(&mut record);
         record.read().map_err(refused)?;
-        let (mut mine, mut kept, mut router) = (WordWriter::default(), Vec::new(), Vec::new());
+        let (mut message, mut kept, mut router) = (WordWriter::default(), Vec::new(), Vec::new());
         for said in said {
             let (sums, counts) = said.take(&mut record)?;
             kept.push(sums);
             facts::add_counts(&mut router, counts);
         }
-        facts::write_losses(&mut mine, &kept, &router);
-        measured.write(&mut record, &mut mine)?;
+        facts::write_losses(&mut message, &kept, &router);
+        measured.write(&mut record, &mut message)?;
         record.end().map_err(refused)?;
-        let heard = cx.team.all_gather("the gathering of losses", &mine)?;
-        let (mut heard, lines) = (heard.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
-        let losses = facts::losses(&lines, head.micro_batches, kept, &mut heard)?;
-        let norms = norm::norms(cx, owners, &mut heard)?;
-        heard.into_iter().try_for_each(WordReader::end)?;
+        let gathered = cx.team.all_gather("the gathering of losses", &message)?;
+        let (mut gathered, lines) =
+            (gathered.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
+        let losses = facts::losses(&lines, head.micro_batches, kept, &mut gathered)?;
+        let norms = norm::norms(cx, owners, &mut gathered)?;
+        gathered.into_iter().try_for_each(WordReader::end)?;
         let facts::StepLosses { loss, micro_batches, router } = losses;
         let facts::StepFacts { label_count, pairs, data, .. } = head;
         Ok(ReducedGradient {
@@ -303,8 +304,8 @@ pub(crate) fn complete(
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
     let sent = SentBytes { all: now.all - begun.all, between_nodes };
-    let mine = StepEnd { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
-    let (settled, StepEnd { asked, sent, shared, waited }) = apply::settle(cx, state, mine, moved)?;
+    let end = StepEnd { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
+    let (settled, StepEnd { asked, sent, shared, waited }) = apply::settle(cx, state, end, moved)?;
     let record = apply::record(cx.spec, gradient, &decided, settled)?;
     let ranks = cx.team.group.world();
     let [shared, folded] = shared;

@@ -267,12 +267,12 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
     let heard: [Arc<AtomicBool>; SIGNALS.len()] = Default::default();
     let second = |signal, heard| flag::register_conditional_shutdown(signal, 130, heard);
     let listens = |place: usize| {
-        let (signal, own) = (SIGNALS[place], &heard[place]);
-        second(signal, Arc::clone(own))?;
-        flag::register(signal, Arc::clone(own))?;
+        let (signal, flag_of_signal) = (SIGNALS[place], &heard[place]);
+        second(signal, Arc::clone(flag_of_signal))?;
+        flag::register(signal, Arc::clone(flag_of_signal))?;
         // Two signals may interrupt each other: each says that it is there before it looks for another, so one finds
         // the other.
-        for other in heard.iter().filter(|other| !Arc::ptr_eq(own, other)) {
+        for other in heard.iter().filter(|other| !Arc::ptr_eq(flag_of_signal, other)) {
             second(signal, Arc::clone(other))?;
         }
         flag::register(signal, Arc::clone(stop))
@@ -383,13 +383,13 @@ fn on_signals(
 /// Hands SIGUSR1 on to the processes of this program that this one has started; whether there is one. One that has only
 /// begun keeps it until it listens.
 fn hand_on() -> bool {
-    let own = std::fs::read_link("/proc/self/exe").ok();
+    let program = std::fs::read_link("/proc/self/exe").ok();
     let parent = format!("PPid:\t{}\n", std::process::id());
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let mut any = false;
     for process in all.map(|entry| entry.path()) {
         let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
-        if status.contains(&parent) && std::fs::read_link(process.join("exe")).ok() == own {
+        if status.contains(&parent) && std::fs::read_link(process.join("exe")).ok() == program {
             let id = process.file_name().unwrap_or_default();
             let sent = Command::new("kill").arg("-USR1").arg(id).stderr(Stdio::null()).status();
             // One that has ended meanwhile has nothing to keep.
