@@ -180,14 +180,14 @@ fn timed(cx: StepContext<'_>, state: &mut State, number: u64) -> Result<(StepRes
 
 /// Refuses to measure more steps than the curriculum has.
 fn enough(spec: &RunSpec, warm_up: u64, steps: u64, traced: bool) -> Result<()> {
-    let (there, beside) = (spec.plan.steps(), warm_up.saturating_add(u64::from(traced)));
-    if steps > 0 && beside.saturating_add(steps) <= there {
+    let (all, beside) = (spec.plan.steps(), warm_up.saturating_add(u64::from(traced)));
+    if steps > 0 && beside.saturating_add(steps) <= all {
         return Ok(());
     }
-    let most = there.saturating_sub(beside);
+    let most = all.saturating_sub(beside);
     let traced = if traced { ", one is traced" } else { "" };
     Err(Fault::usage("there are not that many steps to measure").at("--steps").found(steps).wanted(
-        format!("1 to {most}: of the {there} steps of the curriculum {warm_up} warm up{traced}"),
+        format!("1 to {most}: of the {all} steps of the curriculum {warm_up} warm up{traced}"),
     ))
 }
 

@@ -150,17 +150,22 @@ fn curricula(a: &str, b: &str) -> String {
         return "the runs have different curricula".to_owned();
     };
     let all = a.difference(&b);
-    let of = |one: &curriculum::CurriculumDifference| {
-        format!("{} is {} and {}", one.key, name(&one.wanted), name(&one.found))
+    let of = |difference: &curriculum::CurriculumDifference| {
+        format!(
+            "{} is {} and {}",
+            difference.key,
+            name(&difference.wanted),
+            name(&difference.found)
+        )
     };
-    let mut told: Vec<String> = all.iter().take(TOLD).map(of).collect();
+    let mut shown: Vec<String> = all.iter().take(TOLD).map(of).collect();
     if all.len() > TOLD {
-        told.push(format!("{} more", all.len() - TOLD));
+        shown.push(format!("{} more", all.len() - TOLD));
     }
-    match told.is_empty() {
+    match shown.is_empty() {
         true => "the runs have different texts of one curriculum, none of which changes a step"
             .to_owned(),
-        false => format!("the runs have different curricula: {}", told.join("; ")),
+        false => format!("the runs have different curricula: {}", shown.join("; ")),
     }
 }
 

@@ -399,10 +399,11 @@ impl RunFolder {
         }
         let (by_hand, edits): (Vec<_>, Vec<_>) =
             last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
-        let told = |list: Vec<CurriculumDifference>| list.iter().map(ToString::to_string).collect();
+        let texts =
+            |list: Vec<CurriculumDifference>| list.iter().map(ToString::to_string).collect();
         Ok((
             by_hand.into_iter().map(|it| format!("{} = {}", it.key, it.wanted)).collect(),
-            told(edits),
+            texts(edits),
         ))
     }
 

@@ -410,7 +410,8 @@ pub(crate) fn refuse(
 
 /// Refuses a state that is too large for a device, if its driver reports its memory.
 fn refuse_state(phase: &str, state: MemoryUse, device: Device) -> Result<()> {
-    let Some(there) = kernels::device::memory(device).filter(|there| state.sum() > *there) else {
+    let Some(memory) = kernels::device::memory(device).filter(|memory| state.sum() > *memory)
+    else {
         return Ok(());
     };
     let MemoryUse { weights, masters, moments, .. } = state;
@@ -422,14 +423,14 @@ fn refuse_state(phase: &str, state: MemoryUse, device: Device) -> Result<()> {
             size(weights + masters),
             size(moments)
         ))
-        .wanted(format!("less than {}, which activations and gradients share", size(there)))
+        .wanted(format!("less than {}, which activations and gradients share", size(memory)))
         .hint("more ranks, a GPU for each, share moments and master weights; `ztrain plan` tells what each holds"))
 }
 
 fn too_large(
     phase: &str,
     needed: u64,
-    there: u64,
+    limit: u64,
     held: MemoryUse,
     copies: u64,
     ranks: usize,
@@ -450,7 +451,7 @@ fn too_large(
             size(sent + received + sums),
             size(copies)
         ))
-        .wanted(format!("at most {}", size(there)))
+        .wanted(format!("at most {}", size(limit)))
 }
 
 /// Address space that libtorch and its libraries need at start: with less they crash where they do not check

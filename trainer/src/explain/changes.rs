@@ -145,8 +145,8 @@ pub(super) fn changes(
         let (at, before) = (amendment.step, numbers.clone());
         numbers.change(&amendment.numbers);
         if (first + 1..=step).contains(&at) {
-            let told = amended(amendment, &before.changed(&numbers));
-            let what = format!("amended from step {at} on: {told}");
+            let description = amended(amendment, &before.changed(&numbers));
+            let what = format!("amended from step {at} on: {description}");
             found.push(RunChange { kind: RunChangeKind::Amendment, step: at, what });
         }
     }

@@ -349,8 +349,8 @@ fn is_full(error: &std::io::Error) -> bool {
 /// Tries to write this many bytes into a folder, or its nearest existing parent, in an unlinked file that cannot
 /// outlive this process.
 fn takes(folder: &Path, bytes: u64) -> std::io::Result<()> {
-    let there = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
-    let path = there.join(format!(".room-{}", std::process::id()));
+    let existing = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
+    let path = existing.join(format!(".room-{}", std::process::id()));
     let mut file = std::fs::File::create(&path)?;
     std::fs::remove_file(&path)?;
     let block = vec![0; LITTLE as usize];

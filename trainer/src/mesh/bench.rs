@@ -218,9 +218,9 @@ pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
     let mut shares = Vec::new();
     for _ in 0..rounds {
         group.barrier("a stretch of computing").map_err(lost)?;
-        let said = WordWriter::default().float(load(calls)?).bytes().to_vec();
-        let heard = group.all_gather("a stretch of computing", &said).map_err(lost)?;
-        let all = heard.iter().map(|heard| WordReader::new(heard).float());
+        let message = WordWriter::default().float(load(calls)?).bytes().to_vec();
+        let gathered = group.all_gather("a stretch of computing", &message).map_err(lost)?;
+        let all = gathered.iter().map(|gathered| WordReader::new(gathered).float());
         let all = all.collect::<Result<Vec<f64>>>()?;
         let slowest = all.iter().copied().fold(0.0, f64::max);
         let mean = all.iter().sum::<f64>() / all.len() as f64;
@@ -232,11 +232,13 @@ pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
 
 /// The largest value that any rank has.
 fn agree(group: &Group, seconds: f64) -> Result<f64> {
-    let heard = group
+    let gathered = group
         .all_gather("a measurement", WordWriter::default().float(seconds).bytes())
         .map_err(lost)?;
-    let values =
-        heard.iter().map(|heard| WordReader::new(heard).float()).collect::<Result<Vec<_>>>()?;
+    let values = gathered
+        .iter()
+        .map(|gathered| WordReader::new(gathered).float())
+        .collect::<Result<Vec<_>>>()?;
     Ok(values.into_iter().fold(0.0, f64::max))
 }
 

@@ -320,7 +320,7 @@ impl Chunk {
                 keys.extend(first..first + rows.len);
             }
         }
-        let there = |list: &[i64]| device::integers(input.tokens.device(), list);
+        let on_device = |list: &[i64]| device::integers(input.tokens.device(), list);
         Ok(Chunk {
             tokens: select(&input.tokens)?,
             labels: select(&input.labels)?,
@@ -329,9 +329,9 @@ impl Chunk {
             attending: OnceCell::new(),
             rotary: Rotary::new(config, &select(&input.positions)?)?,
             others: Some(RemoteRows {
-                around: there(&around)?,
-                own: there(&computed)?,
-                keys: there(&keys)?,
+                around: on_device(&around)?,
+                own: on_device(&computed)?,
+                keys: on_device(&keys)?,
                 pieces,
             }),
             starts: there(&starts)?,

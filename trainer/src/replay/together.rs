@@ -66,16 +66,16 @@ impl Replayer {
             });
         }
         let gathered = team.all_gather("the gathering of token losses", &message)?;
-        let mut said = Vec::new();
+        let mut reports = Vec::new();
         for (rank, mut gathered) in gathered.readers().into_iter().enumerate() {
             let mut micro_batch = |_: &u64| -> Result<Vec<f32>> {
                 let count = gathered.word()?;
                 (0..count).map(|_| Ok(f32::from_bits(gathered.word()? as u32))).collect()
             };
             let numbers = lines.micro_batches_of(rank as u32, micro_batches)?;
-            said.push(numbers.iter().map(&mut micro_batch).collect::<Result<Vec<_>>>()?);
+            reports.push(numbers.iter().map(&mut micro_batch).collect::<Result<Vec<_>>>()?);
         }
-        Ok(lines.in_order(micro_batches, said, |one, _| Ok(one))?.concat())
+        Ok(lines.in_order(micro_batches, reports, |one, _| Ok(one))?.concat())
     }
 
     /// Refuses a step that exceeds the memory of this machine, before a state is read.

@@ -382,7 +382,7 @@ impl EventLog {
                     format!("the ranks' new meeting held the run up for {held_up:.2} s"),
                 )
             }
-            "strangers" => {
+            "unauthenticated" => {
                 let refused = number(fields, "refused");
                 let words = format!("connections without the run's key, refused so far: {refused}");
                 (NotableEventKind::Unauthenticated, words)

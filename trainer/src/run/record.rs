@@ -109,7 +109,7 @@ impl Recorder<'_> {
         let step = book.open.ledger.last_step();
         let fields =
             json!({"step": step, "refused": unauthenticated.refused, "last": unauthenticated.last});
-        book.events.write("strangers", fields)
+        book.events.write("unauthenticated", fields)
     }
 
     /// Writes an event.

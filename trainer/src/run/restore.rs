@@ -121,10 +121,10 @@ impl RestoreInputs<'_> {
         }
         // Errors other than damaged data take precedence: they must not mark the checkpoint as damaged.
         if let Some((data, rank, text)) = faults.into_iter().min() {
-            let told = if data { Fault::data(text) } else { Fault::machine(text) };
+            let fault = if data { Fault::data(text) } else { Fault::machine(text) };
             // That rank itself returns its original error.
-            let own = read.err().filter(|_| rank == self.comm.rank() as usize);
-            return Err(own.unwrap_or_else(|| told.at(format!("rank {rank}"))));
+            let original = read.err().filter(|_| rank == self.comm.rank() as usize);
+            return Err(original.unwrap_or_else(|| fault.at(format!("rank {rank}"))));
         }
         let (state, _, reader) = read?;
         let sums = state.sums_of(&share::sums(self.owners, gathered)?);

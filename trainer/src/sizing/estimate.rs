@@ -106,9 +106,9 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
     micro_batch(setting, first, needs, rounds as f64, standing, &mut seconds)?;
     let sum = |parts: [StepPart; 3]| parts.map(|part| seconds.of(part)).iter().sum::<f64>();
     let back = sum([StepPart::ExpertsBack, StepPart::RouterBack, StepPart::AttentionBack]);
-    let there = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
+    let forward = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
     let way_back = (back + seconds.of(StepPart::Head) / 2.0) / rounds as f64;
-    seconds.add(StepPart::Blocks, standing::waits(setting, needs, per_line, there + back));
+    seconds.add(StepPart::Blocks, standing::waits(setting, needs, per_line, forward + back));
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     whole_gradients(setting, per_line, standing, &mut seconds);
     owners(setting, first, &pieces, &mut seconds);
@@ -209,8 +209,8 @@ fn micro_batch(
     // A call covers one sequence in one layer.
     let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
     let again = 1.0 + f64::from(u8::from(recompute));
-    let [there, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
-    let (there, back) = (there.at(call), back.at(call));
+    let [forward, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
+    let (forward, back) = (forward.at(call), back.at(call));
     seconds.add(StepPart::Attention, rounds * again * operations / there);
     seconds.add(StepPart::AttentionBack, rounds * 2.0 * operations / back);
     // The bandwidth is looked up for the size of a pass over a layer's activations.
@@ -227,9 +227,9 @@ fn micro_batch(
     let chunk = tokens.min(config.loss_chunk);
     let softmax = cluster.softmax.at(traffic::of_softmax(config, chunk));
     seconds.add(StepPart::Head, rounds * traffic::of_softmax(config, all) / softmax);
-    let [there, back] = traffic::of_gated_units(config, all);
-    seconds.add(StepPart::Experts, rounds * layers * again * there / cluster.softmax.at(there));
-    seconds.add(StepPart::ExpertsBack, rounds * layers * back / cluster.softmax.at(there));
+    let [forward, back] = traffic::of_gated_units(config, all);
+    seconds.add(StepPart::Experts, rounds * layers * again * forward / cluster.softmax.at(forward));
+    seconds.add(StepPart::ExpertsBack, rounds * layers * back / cluster.softmax.at(forward));
     Ok(())
 }
 
