@@ -109,7 +109,9 @@ fn the_table_of_places_is_whole() {
 /// A supervised run of three ranks, with this fault on rank 1 from some moment on.
 fn ready<'a>(
     fixture: &'a Fixture,
-    (out, rules, fault): (&'static str, &str, &str),
+    out: &'static str,
+    rules: &str,
+    fault: &str,
     flags: &[&str],
 ) -> Supervised<'a> {
     let flags = [&["--nproc", "3", "--workers", "1"], flags].concat();
@@ -124,11 +126,13 @@ fn ready<'a>(
 /// The same, with the fault already triggered.
 fn begin<'a>(
     fixture: &'a Fixture,
-    what: (&'static str, &str, &str),
+    out: &'static str,
+    rules: &str,
+    fault: &str,
     flags: &[&str],
 ) -> Supervised<'a> {
-    let run = ready(fixture, what, flags);
-    std::fs::write(moment(fixture, what.0), "").unwrap();
+    let run = ready(fixture, out, rules, fault, flags);
+    std::fs::write(moment(fixture, out), "").unwrap();
     run
 }
 
@@ -153,7 +157,7 @@ fn a_rank_that_computes_a_micro_batch_otherwise_is_evicted() {
         ("restarted", again, &[], "restart"),
     ] {
         let flags = [&["--audit", "1/1"], flags].concat();
-        let mut run = begin(&fixture, (out, rules, "bits 1 60"), &flags);
+        let mut run = begin(&fixture, out, rules, "bits 1 60", &flags);
         let said = run.assert_same();
         assert!(!moment(&fixture, out).exists(), "nothing was spoiled");
         assert_eq!(run.done(), [of_rank("audit", 1, action)], "{said}");
@@ -191,7 +195,7 @@ fn a_rank_is_named_as_it_was_launched() {
     let fixture = fixture();
     let rules = "[[crash]]\ndo = \"evict\"\n";
     let mut run =
-        ready(&fixture, ("named", rules, "bits 1 60"), &["--audit", "1/1", "--min-ranks", "1"]);
+        ready(&fixture, "named", rules, "bits 1 60", &["--audit", "1/1", "--min-ranks", "1"]);
     signal("KILL", run.ranks(3)[0]);
     run.until(lines(&fixture, "named") + 2);
     std::fs::write(moment(&fixture, "named"), "").unwrap();
@@ -212,7 +216,7 @@ fn a_step_that_comes_out_otherwise_is_tried_again_only_where_the_rules_say_so() 
     for (out, more, actions) in [("once", "", &["stop"][..]), ("twice", twice, &["retry", "stop"])]
     {
         let rules = format!("[[crash]]\ndo = \"evict\"\n{more}");
-        let mut run = begin(&fixture, (out, &rules, "bits 1 60"), &[]);
+        let mut run = begin(&fixture, out, &rules, "bits 1 60", &[]);
         until_gone(&moment(&fixture, out));
         run.until(lines(&fixture, out) + 2);
         signal("KILL", run.ranks(3)[2]);
@@ -231,12 +235,12 @@ fn a_step_that_comes_out_otherwise_is_tried_again_only_where_the_rules_say_so() 
 #[test]
 fn a_bug_of_one_rank_ends_all_unless_the_rules_say_otherwise() {
     let fixture = fixture();
-    let mut run = begin(&fixture, ("stops", "", "clock 1 1"), &[]);
+    let mut run = begin(&fixture, "stops", "", "clock 1 1", &[]);
     let (code, said) = run.whole_end();
     assert_eq!(code, Some(1), "{said}");
     assert_eq!(run.done(), [of_rank("bug", 1, "stop")], "{said}");
     let rules = "[[bug]]\ndo = \"retry\"\ntimes = 1\n";
-    let mut run = begin(&fixture, ("retried", rules, "clock 1 1"), &[]);
+    let mut run = begin(&fixture, "retried", rules, "clock 1 1", &[]);
     let (code, said) = run.whole_end();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(run.done(), [of_rank("bug", 1, "retry")], "{said}");

@@ -118,13 +118,13 @@ fn what_cannot_be_packed_is_refused_before_anything_starts() {
             .write("changed.toml", text.replace(from, to).replace("run.toml", "changed.toml"));
         zdata(&["plan", arg(&file)]).fails(2, &[&says.replace("run.toml", "changed.toml")]);
     }
-    let described = scratch.write(
-        "described.toml",
+    let stub = scratch.write(
+        "stub.toml",
         "[[source]]\nname = \"web\"\ntokens = 100000\ndocuments = 900\nunit = 1024\n[[source]]\nname = \"math\"\n\
          tokens = 100000\ndocuments = 900\nunit = 1024\n",
     );
-    let file = scratch.write("changed.toml", text.replace(arg(&store), arg(&described)));
-    zdata(&["plan", arg(&file)]).fails(2, &["changed.toml:", "web", "only described"]);
+    let file = scratch.write("changed.toml", text.replace(arg(&store), arg(&stub)));
+    zdata(&["plan", arg(&file)]).fails(2, &["changed.toml:", "web", "a store stub"]);
     zdata(&["plan", arg(&run)]).ok();
     let kept = fs::read_dir(scratch.path("store.packs")).unwrap().next().unwrap().unwrap().path();
     let mut bytes = fs::read(&kept).unwrap();

@@ -98,7 +98,7 @@ fn at_the_second(both: bool) {
     let copies = apart(move || {
         let (unloader, departures) = (HostCopier::new(device).unwrap(), PendingCopies::default());
         let copies = unloader.copies(&[words], &departures).unwrap();
-        departures.hold(device).unwrap();
+        departures.order_after(device).unwrap();
         copies
     });
     let sum = apart(move || copies.bytes().unwrap()[0].iter().copied().map(u64::from).sum::<u64>());

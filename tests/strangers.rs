@@ -113,7 +113,7 @@ fn strangers_are_counted_change_no_bit_and_the_key_is_written_nowhere() {
     let run = fixture.scratch.path("pestered");
     let events = fs::read_to_string(run.join("events.jsonl")).unwrap();
     let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    let strangers: Vec<_> = events.filter(|event| event["event"] == "strangers").collect();
+    let strangers: Vec<_> = events.filter(|event| event["event"] == "unauthenticated").collect();
     let refused = strangers.last().unwrap()["refused"].as_u64().unwrap();
     assert!((1..=100).contains(&refused), "{strangers:?}");
     assert_eq!(said.matches("refused for want of this run's key").count(), 1, "{said}");

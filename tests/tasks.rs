@@ -86,6 +86,9 @@ fn tasks_in_any_order_twice_and_killed_make_the_bytes_of_a_local_build() {
     assert_eq!(plan.tasks, 9);
     let out = scratch.path("merged");
     plan.merge(&out).fails(3, &["encode task 0", "missing"]);
+    // No step compares documents, so no task has anything to scan: a job array over all of them succeeds.
+    assert_eq!(zdata(&plan.words("scan", &["--index", "8"])).ok(), "nothing to scan in task 8\n");
+    zdata(&plan.words("scan", &["--index", "9"])).fails(2, &["no such task", "below 9"]);
     plan.under_fire("run");
     let start = Instant::now();
     plan.merge(&out).ok();

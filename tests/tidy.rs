@@ -525,13 +525,25 @@ fn opens_function(line: &str) -> bool {
     })
 }
 
+/// Whether a pattern without a name ends in this line of a signature.
+fn has_tuple_pattern(line: &str) -> bool {
+    let named = |part: &str| {
+        part.rsplit_once('(').is_some_and(|(name, _)| name.ends_with(char::is_alphabetic))
+    };
+    line.split("): ").rev().skip(1).any(|part| !named(part))
+}
+
 #[test]
-fn functions_fit_on_a_screen() {
+fn functions_fit_on_a_screen_and_name_their_parameters() {
     let mut offences = Vec::new();
     for (name, text) in sources() {
         let lines: Vec<&str> = text.lines().collect();
-        for (start, line) in lines.iter().enumerate() {
-            if !opens_function(line) || line.trim_end().ends_with(['}', ';']) {
+        for (start, line) in lines.iter().enumerate().filter(|(_, line)| opens_function(line)) {
+            let body = lines[start..].iter().position(|line| line.ends_with(['{', '}', ';']));
+            if lines[start..=start + body.unwrap_or(0)].iter().any(|line| has_tuple_pattern(line)) {
+                offences.push(format!("{name}:{}: takes a tuple apart", start + 1));
+            }
+            if line.trim_end().ends_with(['}', ';']) {
                 continue;
             }
             // A trait's declaration over several lines has no body.
@@ -548,17 +560,13 @@ fn functions_fit_on_a_screen() {
             }
         }
     }
-    forbid("a function has at most 70 lines", offences);
+    forbid("a function has at most 70 lines, and a name for each parameter", offences);
 }
 
 #[test]
 fn nothing_is_left_for_later_in_the_source() {
-    let marks = [
-        "TO".to_owned() + "DO",
-        "FIX".to_owned() + "ME",
-        "X".repeat(3),
-        "#[ign".to_owned() + "ore",
-    ];
+    let marks = [["TO", "DO"], ["FIX", "ME"], ["X", "XX"], ["#[ign", "ore"]];
+    let marks = marks.map(|parts| parts.concat());
     let mut offences = Vec::new();
     for (name, text) in sources() {
         for (number, line) in text.lines().enumerate() {
@@ -574,11 +582,9 @@ fn nothing_is_left_for_later_in_the_source() {
 fn every_dependency_says_why() {
     let text = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
     let table = text.split("[workspace.dependencies]").nth(1).unwrap().split("\n[").next().unwrap();
-    let lines = table
-        .lines()
-        .filter(|line| line.contains("version =") || line.contains(" = \""))
-        .filter(|line| !line.contains("path ="));
-    let offences = lines.filter(|line| !line.contains(" # ")).map(str::to_owned);
+    let lines = table.lines().filter(|line| line.contains("version =") || line.contains(" = \""));
+    let offences = lines.filter(|line| !line.contains(" # ") && !line.contains("path ="));
+    let offences = offences.map(str::to_owned);
     forbid("a dependency carries a one-line reason", offences.collect());
 }
 

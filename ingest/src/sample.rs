@@ -62,7 +62,8 @@ pub struct Effect {
 /// `count` records of a store, sampled with `seed`, and what the steps of `corpus` do to them.
 pub fn sample(
     corpus: &Corpus,
-    (store, manifest): (&Location, &Manifest),
+    store: &Location,
+    manifest: &Manifest,
     count: u64,
     seed: u64,
 ) -> Result<Vec<Sampled>> {

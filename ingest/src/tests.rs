@@ -527,7 +527,7 @@ fn a_sample_places_dropped_records() {
     let store = bench.path("store");
     let manifest = built(&corpus, &store, 1);
     let corpus = Corpus::read(&corpus).unwrap();
-    let sampled = crate::sample::sample(&corpus, (&store.into(), &manifest), 100, 1).unwrap();
+    let sampled = crate::sample::sample(&corpus, &store.into(), &manifest, 100, 1).unwrap();
     let dropped = sampled.iter().filter(|one| one.outcome.starts_with("dropped"));
     let told: Vec<_> = dropped.map(|one| (one.row, one.outcome.as_str())).collect();
     assert!(
@@ -535,8 +535,7 @@ fn a_sample_places_dropped_records() {
         "{told:?}"
     );
     // As many lines and bytes, but another text than the store's.
-    let sample =
-        || crate::sample::sample(&corpus, (&bench.path("store").into(), &manifest), 100, 1);
+    let sample = || crate::sample::sample(&corpus, &bench.path("store").into(), &manifest, 100, 1);
     bench.write("web-0.jsonl", json_lines(0, 3) + "nonsense\n{\"text\": 8}\n");
     let fault = sample().unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);

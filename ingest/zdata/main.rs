@@ -34,36 +34,36 @@ struct Cli {
 enum Command {
     /// Write a commented corpus file and curriculum for what lies in a folder.
     Init(cmd::init::Args),
+    /// Train a tokenizer on a corpus.
+    #[command(subcommand)]
+    Tokenizer(cmd::tokenizer::Command),
     /// Tokenize a corpus into a store; run again after a kill, it continues.
     Build(cmd::build::Args),
     /// The pieces of a build that a scheduler runs.
     #[command(subcommand)]
     Task(cmd::task::Command),
-    /// Train a tokenizer on a corpus.
-    #[command(subcommand)]
-    Tokenizer(cmd::tokenizer::Command),
     /// Show a store: sources, documents, tokens, sizes, digests, dropped records by reason.
     Inspect(cmd::inspect::Args),
     /// Check every byte of a store, naming what is damaged.
     Verify(cmd::verify::Args),
-    /// Make a store of another project's token files.
-    Import(cmd::import::Args),
-    /// Write a store as another project's token files.
-    Export(cmd::export::Args),
     /// Put a store into a bucket: every file, then the manifest.
     Publish(cmd::publish::Args),
     /// Show what a curriculum trains on, and refuse what cannot run.
     Plan(cmd::plan::Args),
     /// Show what one step trains on: documents, file, row, text.
     Batch(cmd::batch::Args),
-    /// Print one data digest per step.
-    Digest(cmd::digest::Args),
     /// Find every step that sees a document.
     Where(cmd::whereabouts::Args),
+    /// Print one data digest per step.
+    Digest(cmd::digest::Args),
     /// Append an amendment to a curriculum: from a step on, other weights, banned documents, another store.
     Amend(cmd::amend::Args),
     /// Recompute every data digest of a run.
     VerifyRun(cmd::verify_run::Args),
+    /// Make a store of another project's token files.
+    Import(cmd::import::Args),
+    /// Write a store as another project's token files.
+    Export(cmd::export::Args),
     /// Test whether an order looks like chance: ours, or any that a file lists.
     ShuffleTest(cmd::shuffle_test::Args),
     /// Print the keys of a corpus file or of a curriculum as JSON Schema.

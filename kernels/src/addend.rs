@@ -122,17 +122,17 @@ fn make(queue: &Queue, rows: &[LaunchRow]) -> Result<()> {
     let sides = rows.iter().map(|row| Some(row.left)).chain(rows.iter().map(|row| row.right));
     let asked = sides.flatten().filter_map(|side| side.asked.as_ref());
     let (asked, mut at) = (asked.map(|(total, _)| total).collect::<Vec<_>>(), 0);
-    for own in asked.chunk_by(|one, next| one.is(next)) {
-        let count = own.len() as i64;
-        own[0].push(sums.f_narrow(0, at, count)?);
+    for same_total in asked.chunk_by(|total, next| total.is(next)) {
+        let count = same_total.len() as i64;
+        same_total[0].push(sums.f_narrow(0, at, count)?);
         at += count;
     }
     Ok(())
 }
 
 /// The queue for the device of the first one, if our kernels run there.
-fn queue(one: Option<&Addend>) -> Option<Queue> {
-    let device = one.map(Addend::device).filter(|device| *device != Device::Cpu);
+fn queue(first: Option<&Addend>) -> Option<Queue> {
+    let device = first.map(Addend::device).filter(|device| *device != Device::Cpu);
     device.and_then(|device| Queue::of(device).ok())
 }
 
@@ -142,15 +142,16 @@ pub fn wide(all: Vec<Addend>) -> Result<Vec<Tensor>> {
         Some(queue) => wide_on(&queue, &all),
         None => {
             settle(&all.iter().collect::<Vec<_>>())?;
-            all.iter().map(|one| Ok(one.numbers.f_to_kind(Kind::Float)?)).collect()
+            all.iter().map(|addend| Ok(addend.numbers.f_to_kind(Kind::Float)?)).collect()
         }
     }
 }
 
 fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
-    let out: Vec<Tensor> = all.iter().map(|one| one.room(queue)).collect::<Result<_>>()?;
-    let left = all.iter().zip(&out).filter(|(one, _)| !one.is_wide() || one.asked.is_some());
-    let rows = left.map(|(one, out)| LaunchRow::of(one, (!one.is_wide()).then_some(out)));
+    let out: Vec<Tensor> = all.iter().map(|addend| addend.room(queue)).collect::<Result<_>>()?;
+    let left =
+        all.iter().zip(&out).filter(|(addend, _)| !addend.is_wide() || addend.asked.is_some());
+    let rows = left.map(|(addend, out)| LaunchRow::of(addend, (!addend.is_wide()).then_some(out)));
     make(queue, &rows.collect::<Vec<_>>())?;
     Ok(out)
 }
@@ -158,23 +159,23 @@ fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
 /// Returns them unchanged, after adding their checksums to the totals that requested them.
 pub fn checked(mut all: Vec<Addend>) -> Result<Vec<Addend>> {
     if let Some(queue) = queue(all.first()) {
-        let asked = all.iter().filter(|one| one.asked.is_some());
-        let rows: Vec<_> = asked.map(|one| LaunchRow::of(one, None)).collect();
+        let asked = all.iter().filter(|addend| addend.asked.is_some());
+        let rows: Vec<_> = asked.map(|addend| LaunchRow::of(addend, None)).collect();
         make(&queue, &rows)?;
     } else {
         settle(&all.iter().collect::<Vec<_>>())?;
     }
-    all.iter_mut().for_each(|one| one.asked = None);
+    all.iter_mut().for_each(|addend| addend.asked = None);
     Ok(all)
 }
 
 /// Adds requested checksums of f32 without our kernels: those of one total in one call.
 fn settle(all: &[&Addend]) -> Result<()> {
-    let asked = all.iter().filter_map(|one| Some((&one.numbers, one.asked.as_ref()?)));
+    let asked = all.iter().filter_map(|addend| Some((&addend.numbers, addend.asked.as_ref()?)));
     let asked: Vec<_> = asked.collect();
-    for own in asked.chunk_by(|(_, (one, _)), (_, (next, _))| one.is(next)) {
-        let parts = own.iter().map(|(numbers, (_, salt))| (*numbers, 0, *salt));
-        own[0].1.0.add(&parts.collect::<Vec<_>>())?;
+    for same_total in asked.chunk_by(|(_, (total, _)), (_, (next, _))| total.is(next)) {
+        let parts = same_total.iter().map(|(numbers, (_, salt))| (*numbers, 0, *salt));
+        same_total[0].1.0.add(&parts.collect::<Vec<_>>())?;
     }
     Ok(())
 }
@@ -193,7 +194,7 @@ pub fn add(pairs: Vec<(Addend, Addend)>) -> Result<Vec<Addend>> {
     settle(&pairs.iter().map(|(left, _)| left).collect::<Vec<_>>())?;
     settle(&pairs.iter().map(|(_, right)| right).collect::<Vec<_>>())?;
     let sum = |(left, right): (Addend, Addend)| {
-        let [mut left, right] = [left, right].map(|one| one.numbers);
+        let [mut left, right] = [left, right].map(|addend| addend.numbers);
         let _ = left.f_add_(&right)?;
         Ok(left.into())
     };
@@ -212,13 +213,13 @@ fn add_on(queue: &Queue, pairs: &[(Addend, Addend)]) -> Result<Vec<Addend>> {
 /// Copies ranges of numbers, f32, into buffers to send: on a device in one launch. An addend with a requested checksum
 /// is copied whole, in one call.
 pub fn copy(parts: &mut [(&Addend, Range<i64>, Tensor)]) -> Result<()> {
-    if let Some(queue) = queue(parts.first().map(|(one, ..)| *one)) {
+    if let Some(queue) = queue(parts.first().map(|(addend, ..)| *addend)) {
         return copy_on(&queue, parts);
     }
-    for (one, range, out) in parts {
-        let all = one.numbers.f_reshape([-1])?;
+    for (addend, range, out) in parts {
+        let all = addend.numbers.f_reshape([-1])?;
         let part = all.f_narrow(0, range.start, range.end - range.start)?;
-        if let Some((total, salt)) = &one.asked {
+        if let Some((total, salt)) = &addend.asked {
             total.add(&[(&part, range.start.cast_unsigned(), *salt)])?;
         }
         out.f_copy_(&part)?;
@@ -227,9 +228,9 @@ pub fn copy(parts: &mut [(&Addend, Range<i64>, Tensor)]) -> Result<()> {
 }
 
 fn copy_on(queue: &Queue, parts: &[(&Addend, Range<i64>, Tensor)]) -> Result<()> {
-    let rows = parts.iter().map(|(one, range, out)| LaunchRow {
+    let rows = parts.iter().map(|(addend, range, out)| LaunchRow {
         range: range.clone(),
-        ..LaunchRow::of(one, Some(out))
+        ..LaunchRow::of(addend, Some(out))
     });
     make(queue, &rows.collect::<Vec<_>>())
 }
@@ -313,20 +314,20 @@ mod tests {
                 (asks(leaf, total), whole)
             };
             let total = RunningChecksum::default();
-            let (one, wanted) = leaf(&total);
+            let (addend, wanted) = leaf(&total);
             let vector = Tensor::from_slice(&[-0.0f32, 2.0]);
-            let found = wide_on(&queue, &[one, asks(plain(&vector), &total)]).unwrap();
+            let found = wide_on(&queue, &[addend, asks(plain(&vector), &total)]).unwrap();
             assert_eq!(checksum(&found[0]), checksum(&wanted));
             let both = checksum(&wanted).wrapping_add(checksum(&vector));
             assert_eq!(total.read().unwrap(), both);
 
             let total = RunningChecksum::default();
-            let (one, _) = leaf(&total);
+            let (addend, _) = leaf(&total);
             let room = Tensor::zeros([3 * 50 * 41 + 1], (Kind::Float, Device::Cpu));
             let cuts = [0, 1, 2049, 2050, 3 * 50 * 41];
             let part = |pair: &[i64]| {
                 let into = room.narrow(0, 1 + pair[0], pair[1] - pair[0]);
-                (&one, pair[0]..pair[1], into)
+                (&addend, pair[0]..pair[1], into)
             };
             copy_on(&queue, &cuts.windows(2).map(part).collect::<Vec<_>>()).unwrap();
             let sent = room.narrow(0, 1, 3 * 50 * 41);
@@ -337,7 +338,7 @@ mod tests {
 
     #[test]
     fn what_has_another_shape_is_not_added() {
-        let [one, other] = [2, 3].map(|n| Tensor::zeros([n], (Kind::Float, Device::Cpu)).into());
-        assert!(add(vec![(one, other)]).unwrap_err().to_string().contains("another shape"));
+        let [two, three] = [2, 3].map(|n| Tensor::zeros([n], (Kind::Float, Device::Cpu)).into());
+        assert!(add(vec![(two, three)]).unwrap_err().to_string().contains("another shape"));
     }
 }

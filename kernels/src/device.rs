@@ -278,7 +278,7 @@ impl Event {
 
     /// Makes what the calling thread queues on `device` from here on wait for the event. The host does not wait, and
     /// neither does a CPU, which has no events.
-    pub(crate) fn hold(&self, device: Device) -> Result<()> {
+    pub(crate) fn order_after(&self, device: Device) -> Result<()> {
         let Device::Cuda(index) = device else { return Ok(()) };
         enter(device)?;
         // SAFETY: the event is alive; the shim only queues a wait.

@@ -10,7 +10,7 @@ unsafe extern "C" {
     fn shim_hear_signals(kept: u32);
 }
 
-/// Starts a program that calls [`hear`], with those signals blocked: none of them ends it while its libraries are
+/// Starts a program that calls [`unblock`], with those signals blocked: none of them ends it while its libraries are
 /// loaded, and between fork and exec none runs a handler of this process.
 ///
 /// # Errors
@@ -29,7 +29,7 @@ pub fn spawn(command: &mut Command) -> io::Result<Child> {
 /// signals that have arrived meanwhile are delivered now, to its handlers or to end it.
 // Inlined: a program that does not call it does not link the shim's code, and blocks no signals.
 #[inline]
-pub fn hear() {
+pub fn unblock() {
     // SAFETY: takes a number without a bit of any signal, and changes the signal mask of this thread.
     unsafe { shim_hear_signals(0) }
 }

@@ -125,7 +125,7 @@ pub fn pack(parts: &[Tensor], device: Device) -> Result<Tensor> {
 
 /// The numbers of contiguous tensors of one kind, concatenated in new memory: an alias would keep the whole tensor of a
 /// part alive. Kind and device are parameters, as there may be no part.
-pub fn joined(parts: &[Tensor], (kind, device): (Kind, Device)) -> Result<Tensor> {
+pub fn joined(parts: &[Tensor], kind: Kind, device: Device) -> Result<Tensor> {
     Ok(pack(parts, device)?.f_view_dtype(kind)?)
 }
 
@@ -181,7 +181,8 @@ fn fits(pair: &(Tensor, Tensor)) -> bool {
 }
 
 /// Whether a pair can be in a table for copying.
-fn copied((left, right): &(Tensor, Tensor)) -> bool {
+fn copied(pair: &(Tensor, Tensor)) -> bool {
+    let (left, right) = pair;
     let float = [Kind::Float, Kind::BFloat16].contains(&left.kind());
     let alike = left.kind() == right.kind() && left.size() == right.size();
     float && alike && left.is_contiguous() && right.is_contiguous()

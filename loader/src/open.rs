@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use contract::{Class, Fault, Identity, Result};
 use curriculum::AddedStore;
-use mixer::{Curriculum, DataPlan, PackTables, SourceFacts, described_store};
+use mixer::{Curriculum, DataPlan, PackTables, SourceFacts, store_stub};
 use settings::File;
 use store::open::MANIFEST;
 use store::read::ReadCache;
@@ -60,12 +60,12 @@ impl OpenedCurriculum {
         let (mut facts, mut folders) = (Vec::new(), Vec::new());
         for store in &places {
             match description(store)? {
-                Some(described) => facts.extend(described),
+                Some(stub) => facts.extend(stub),
                 None => folders.push(store),
             }
         }
         // A store stub is for planning only: with one of them, no text can be read.
-        let described = !facts.is_empty();
+        let stub = !facts.is_empty();
         let stores = if folders.is_empty() {
             None
         } else {
@@ -73,12 +73,12 @@ impl OpenedCurriculum {
             Some(Stores::open_with(&folders, cache).map_err(|fault| fault.or_at(place))?)
         };
         facts.extend(stores.iter().flat_map(Stores::facts));
-        let packs = match stores.as_ref().filter(|_| !described) {
+        let packs = match stores.as_ref().filter(|_| !stub) {
             Some(stores) => packs::tables(&curriculum, stores)?,
             None => PackTables::new(),
         };
         let mut plan = DataPlan::with_packs(&curriculum, &facts, packs)?;
-        if let Some(stores) = stores.as_ref().filter(|_| !described) {
+        if let Some(stores) = stores.as_ref().filter(|_| !stub) {
             plan.place_bans(|source, documents| {
                 let ranges: Vec<_> = documents.iter().map(|number| *number..number + 1).collect();
                 let records = stores.stream(source, Split::Train)?.documents(&ranges)?;
@@ -87,7 +87,7 @@ impl OpenedCurriculum {
             })?;
         }
         let plan = Arc::new(plan);
-        let stores = stores.filter(|_| !described).map(Arc::new);
+        let stores = stores.filter(|_| !stub).map(Arc::new);
         if let Some(stores) = &stores {
             check_added(&curriculum, &plan, stores)?;
         }
@@ -245,7 +245,7 @@ fn description(store: &Location) -> Result<Option<Vec<SourceFacts>>> {
             .at(place)
             .wanted(store.folder().to_string()));
     }
-    match described_store(&text(store)?, &place)? {
+    match store_stub(&text(store)?, &place)? {
         Some(facts) => Ok(Some(facts)),
         None => Err(Fault::usage("this file does not describe a store")
             .at(place)

@@ -62,12 +62,14 @@ impl Stores {
     fn add(&mut self, store: Store) -> Result<()> {
         let place = || store.root().to_string();
         if let Some(first) = self.stores.first() {
-            let (ours, theirs) = (&first.manifest().tokenizer, &store.manifest().tokenizer);
-            if (ours.sha256, ours.begin, ours.end) != (theirs.sha256, theirs.begin, theirs.end) {
+            let (expected, other) = (&first.manifest().tokenizer, &store.manifest().tokenizer);
+            if (expected.sha256, expected.begin, expected.end)
+                != (other.sha256, other.begin, other.end)
+            {
                 return Err(Fault::usage("two stores of one curriculum have different tokenizers")
                     .at(place())
-                    .found(in_words(theirs))
-                    .wanted(format!("{}, as in {}", in_words(ours), first.root()))
+                    .found(in_words(other))
+                    .wanted(format!("{}, as in {}", in_words(expected), first.root()))
                     .hint("make both with the same tokenizer.json, `begin` and `end`"));
             }
         }

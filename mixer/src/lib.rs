@@ -25,11 +25,10 @@
 
 mod banning;
 mod bans;
-mod described;
+mod composition;
 mod digest;
 pub mod fit;
 mod limits;
-mod makeup;
 pub mod mixing;
 pub mod order;
 mod packing;
@@ -40,14 +39,15 @@ mod remainder;
 pub mod sample;
 mod segment;
 pub mod shuffle_test;
+mod stub;
 mod visits;
 
 pub use bans::Ban;
+pub use composition::Composition;
 pub use curriculum::{Curriculum, CurriculumDifference, RemainderRule};
-pub use described::described_store;
 pub use digest::{PLAN_VERSION, check_version};
-pub use makeup::Composition;
 pub use packs::{PackPlace, PackTable, PackedLength};
 pub use plan::{DataPlan, PackTables, PhasePlan, SourceState, SourceUse};
 pub use sample::{SampleSpec, SourceFacts, Span, StepSpec, unknown};
+pub use stub::store_stub;
 pub use visits::Visit;

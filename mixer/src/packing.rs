@@ -5,7 +5,7 @@ use std::sync::Arc;
 use contract::{Fault, Result};
 use curriculum::Phase;
 
-use crate::makeup::Composition;
+use crate::composition::Composition;
 use crate::order::{Cursor, SourceOrder};
 use crate::packs::{PackOrder, PackSegment, PackTable};
 use crate::sample::{SourceFacts, Span};
@@ -102,10 +102,10 @@ impl Segment {
     }
 
     /// The composition of the first `samples` samples.
-    pub(crate) fn makeup(&self, samples: u64) -> Composition {
+    pub(crate) fn composition(&self, samples: u64) -> Composition {
         match self {
-            Segment::Windows(order, segment) => segment.makeup(order, samples),
-            Segment::Packs(segment) => segment.makeup(samples),
+            Segment::Windows(order, segment) => segment.composition(order, samples),
+            Segment::Packs(segment) => segment.composition(samples),
         }
     }
 }

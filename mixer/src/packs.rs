@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use contract::{Digest, Key, Permutation, Result};
 
-use crate::makeup::Composition;
+use crate::composition::Composition;
 use crate::order::Cursor;
 use crate::sample::Span;
 
@@ -37,7 +37,7 @@ pub struct PackedLength {
     /// Full packs of several pieces.
     pub joined: u64,
     /// Padding in each pack that is not full.
-    pub lacking: Vec<u32>,
+    pub padding: Vec<u32>,
     /// Documents packed at this length.
     pub documents: u64,
     /// How many of them are longer than a sequence, and so are cut.
@@ -77,19 +77,19 @@ pub(crate) struct PackSegment {
 impl PackedLength {
     /// Packs of this length.
     pub fn packs(&self) -> u64 {
-        self.contiguous + self.joined + self.lacking.len() as u64
+        self.contiguous + self.joined + self.padding.len() as u64
     }
 
     /// Tokens in them, without padding.
     pub fn tokens(&self) -> u64 {
-        let lacking: u64 = self.lacking.iter().map(|tokens| u64::from(*tokens)).sum();
-        self.packs() * u64::from(self.seq_len) - lacking
+        let padding: u64 = self.padding.iter().map(|tokens| u64::from(*tokens)).sum();
+        self.packs() * u64::from(self.seq_len) - padding
     }
 
     /// The padding of a pack.
-    fn lacking(&self, pack: u64) -> u64 {
+    fn padding(&self, pack: u64) -> u64 {
         match pack.checked_sub(self.contiguous + self.joined) {
-            Some(padded) => u64::from(self.lacking[padded as usize]),
+            Some(padded) => u64::from(self.padding[padded as usize]),
             None => 0,
         }
     }
@@ -118,14 +118,14 @@ impl PackOrder {
         let (epoch, rest) = (packs / of.packs(), packs % of.packs());
         let permutation = self.permutation(length, epoch);
         // Iterates over the shorter list: the packs served, or the packs with padding.
-        let lacking: u64 = if rest <= of.lacking.len() as u64 {
-            (0..rest).map(|place| of.lacking(permutation.forward(place))).sum()
+        let padding: u64 = if rest <= of.padding.len() as u64 {
+            (0..rest).map(|place| of.padding(permutation.forward(place))).sum()
         } else {
             let first = of.contiguous + of.joined;
             let served = (first..of.packs()).filter(|pack| permutation.inverse(*pack) < rest);
-            served.map(|pack| of.lacking(pack)).sum()
+            served.map(|pack| of.padding(pack)).sum()
         };
-        epoch * of.tokens() + rest * u64::from(of.seq_len) - lacking
+        epoch * of.tokens() + rest * u64::from(of.seq_len) - padding
     }
 
     /// Tokens served from the start of the run to `cursor`.
@@ -179,7 +179,7 @@ impl PackSegment {
     }
 
     /// The composition of the first `samples` samples.
-    pub(crate) fn makeup(&self, samples: u64) -> Composition {
+    pub(crate) fn composition(&self, samples: u64) -> Composition {
         let count = |packs: Range<u64>| {
             self.count(&packs, self.served() + samples) - self.count(&packs, self.served())
         };

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use contract::{Fault, Result};
 
 use crate::bans::Bans;
-use crate::makeup::Composition;
+use crate::composition::Composition;
 use crate::mixing::Mixing;
 use crate::order::Cursor;
 use crate::packing::{Order, Segment};
@@ -175,9 +175,9 @@ impl DataPlan {
 
     /// The composition of a source's sequences in a phase; `phase` and `entry` index [`DataPlan::phases`] and its
     /// `uses`.
-    pub fn makeup(&self, phase: usize, entry: usize) -> Composition {
+    pub fn composition(&self, phase: usize, entry: usize) -> Composition {
         let SourceUse { segment, samples, .. } = &self.phases[phase].uses[entry];
-        segment.makeup(*samples)
+        segment.composition(*samples)
     }
 
     fn phase_of(&self, sample: u64) -> Result<usize> {

@@ -56,7 +56,7 @@ impl DataPlan {
         let counts = mixing.counts(phase.samples());
         let mut uses = Vec::with_capacity(weights.len());
         for ((name, weight), samples) in phase.mix.keys().zip(weights).zip(counts) {
-            let source = self.source_of(curriculum, phase, (mix_key, name))?;
+            let source = self.source_of(curriculum, phase, mix_key, name)?;
             let facts = &self.sources[source];
             let packs = self.packs.get(&facts.name);
             let order = self.orders[source]
@@ -92,7 +92,8 @@ impl DataPlan {
         &self,
         curriculum: &Curriculum,
         phase: &Phase,
-        (mix_key, name): (&str, &str),
+        mix_key: &str,
+        name: &str,
     ) -> Result<usize> {
         let place = || curriculum.place(&format!("{mix_key}.{name}"));
         let seq_len = || curriculum.place(&format!("phase.{}.seq_len", phase.name));
@@ -110,7 +111,7 @@ impl DataPlan {
                 let what = format!("source {name:?} is to be packed, which needs its documents");
                 return Err(Fault::usage(what)
                     .at(curriculum.place(&format!("source.{name}.packing")))
-                    .found("a store that is only described")
+                    .found("a store stub")
                     .wanted("a store"));
             };
             let of_phase = |length: &&PackedLength| length.seq_len == phase.seq_len;

@@ -4,7 +4,7 @@
 //! in the order of the windows. Otherwise the windows are concatenated without padding and cut anew. Each joint is a
 //! document boundary, and the last sequence is padded.
 
-use crate::makeup::Composition;
+use crate::composition::Composition;
 use crate::order::{Group, Remainder};
 use crate::sample::Span;
 
@@ -47,15 +47,15 @@ impl RemainderPart {
     }
 
     /// How many sequences fewer the group's short window gives when windows are split.
-    fn missing(&self, lacking: u64) -> u64 {
-        lacking / self.seq_len
+    fn missing(&self, padding: u64) -> u64 {
+        padding / self.seq_len
     }
 
     /// The start of the group's window `place` in its tokens in serving order.
     pub(crate) fn coordinate(&self, group: &Group, place: u64) -> u64 {
         match group.short {
-            Some((short, lacking)) if self.split && short < place => {
-                place * group.seq_len - self.missing(lacking) * self.seq_len
+            Some((short, padding)) if self.split && short < place => {
+                place * group.seq_len - self.missing(padding) * self.seq_len
             }
             _ if self.split => place * group.seq_len,
             _ => group.tokens_before(place),
@@ -69,8 +69,8 @@ impl RemainderPart {
             return group.place_of_token(at);
         }
         let at = match group.short {
-            Some((short, lacking)) => {
-                let missing = self.missing(lacking) * self.seq_len;
+            Some((short, padding)) => {
+                let missing = self.missing(padding) * self.seq_len;
                 if at >= (short + 1) * group.seq_len - missing { at + missing } else { at }
             }
             None => at,
@@ -101,10 +101,10 @@ impl RemainderPart {
     }
 
     /// The composition of its sequences among the segment's first `samples`.
-    pub(crate) fn makeup(&self, group: &Group, samples: u64) -> Composition {
+    pub(crate) fn composition(&self, group: &Group, samples: u64) -> Composition {
         let taken = self.taken(samples);
         if self.split {
-            let short = group.short.filter(|(_, lacking)| !lacking.is_multiple_of(self.seq_len));
+            let short = group.short.filter(|(_, padding)| !padding.is_multiple_of(self.seq_len));
             let padded = short.is_some_and(|(place, _)| {
                 let last = self.coordinate(group, place + 1);
                 (self.origin + 1..=self.origin + taken * self.seq_len).contains(&last)

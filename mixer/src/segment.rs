@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use curriculum::RemainderRule;
 
-use crate::makeup::Composition;
+use crate::composition::Composition;
 use crate::order::{Cursor, Remainder, SourceOrder};
 use crate::remainder::{RemainderPart, fits};
 use crate::sample::Span;
@@ -196,12 +196,12 @@ fn end_of(parts: &[RemainderPart]) -> Option<u64> {
 
 impl SourceSegment {
     /// The composition of the first `samples` samples.
-    pub(crate) fn makeup(&self, order: &SourceOrder, samples: u64) -> Composition {
+    pub(crate) fn composition(&self, order: &SourceOrder, samples: u64) -> Composition {
         let epoch = order.epoch(self.start.epoch);
         let mut all = Composition::default();
         for part in self.parts() {
             let group = epoch.group(part.left.group, part.left.cut);
-            all += part.makeup(&group, samples);
+            all += part.composition(&group, samples);
         }
         let (first, later) = self.windows_taken(samples);
         let short = |number: u64, windows: Range<u64>| {

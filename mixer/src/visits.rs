@@ -74,7 +74,7 @@ impl Search<'_> {
             for unit in units {
                 let start = unit * order.unit;
                 let inside = self.tokens.start.max(start)..self.tokens.end.min(start + order.unit);
-                self.unit(segment, (number, &epoch), (unit, order.unit), inside);
+                self.unit(segment, number, &epoch, unit, order.unit, inside);
             }
         }
     }
@@ -83,8 +83,10 @@ impl Search<'_> {
     fn unit(
         &mut self,
         segment: &SourceSegment,
-        (number, epoch): (u64, &Epoch),
-        (unit, size): (u64, u64),
+        number: u64,
+        epoch: &Epoch,
+        unit: u64,
+        size: u64,
         inside: Range<u64>,
     ) {
         let (group, slot) = epoch.slot_of_unit(unit);

@@ -180,14 +180,14 @@ fn timed(cx: StepContext<'_>, state: &mut State, number: u64) -> Result<(StepRes
 
 /// Refuses to measure more steps than the curriculum has.
 fn enough(spec: &RunSpec, warm_up: u64, steps: u64, traced: bool) -> Result<()> {
-    let (there, beside) = (spec.plan.steps(), warm_up.saturating_add(u64::from(traced)));
-    if steps > 0 && beside.saturating_add(steps) <= there {
+    let (all, beside) = (spec.plan.steps(), warm_up.saturating_add(u64::from(traced)));
+    if steps > 0 && beside.saturating_add(steps) <= all {
         return Ok(());
     }
-    let most = there.saturating_sub(beside);
+    let most = all.saturating_sub(beside);
     let traced = if traced { ", one is traced" } else { "" };
     Err(Fault::usage("there are not that many steps to measure").at("--steps").found(steps).wanted(
-        format!("1 to {most}: of the {there} steps of the curriculum {warm_up} warm up{traced}"),
+        format!("1 to {most}: of the {all} steps of the curriculum {warm_up} warm up{traced}"),
     ))
 }
 
@@ -224,7 +224,7 @@ pub fn step(
     let (replicate, copies, limit_here) = (false, 0, store::memory::limit());
     let demand =
         MachineDemand { degrees, flat, grad_reduce, workers, replicate, copies, limit: limit_here };
-    memory::refuse(spec, demand, (team.group.nodes(), rank), device)?;
+    memory::refuse(spec, demand, team.group.nodes(), rank, device)?;
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();
@@ -288,24 +288,24 @@ fn memory_of_all(
     sizes: [u64; 4],
 ) -> Result<Vec<RankMemory>> {
     let StepContext { spec, team, workers } = cx;
-    let mut mine = WordWriter::default();
+    let mut message = WordWriter::default();
     sizes.iter().for_each(|size| {
-        mine.word(*size);
+        message.word(*size);
     });
-    let heard = team.tell("the sizes of ranks", &mine)?;
+    let gathered = team.all_gather("the sizes of ranks", &message)?;
     let ProcessMesh { degrees, flat, grad_reduce, .. } = *team;
     let names = team.group.nodes();
     // A CPU counts none.
     let on_device = sizes[3] > 0;
     let ways = Parallelism { names, pieces, degrees, flat, grad_reduce, workers, on_device };
     let ranks = ways.at(spec, first)?;
-    let of = |(rank, mut heard): (u32, WordReader<'_>)| {
-        let (before, most) = (heard.word()?, heard.word()?);
-        let (tensors, on_device) = (heard.word()?, heard.word()?);
+    let of = |(rank, mut gathered): (u32, WordReader<'_>)| {
+        let (before, most) = (gathered.word()?, gathered.word()?);
+        let (tensors, on_device) = (gathered.word()?, gathered.word()?);
         let formula = ranks.holds(spec, first, rank);
         Ok(RankMemory { rank, formula, before, most, tensors, on_device })
     };
-    (0..).zip(heard.readers()).map(of).collect()
+    (0..).zip(gathered.readers()).map(of).collect()
 }
 
 /// Adds the query-key pairs of a step's micro-batches: those of the busiest rank of each, and the mean over ranks.

@@ -52,8 +52,8 @@ impl Chart {
         if points().next().is_some() {
             for part in [0.0, 0.5, 1.0] {
                 let at = |(low, high): (f64, f64)| shown(low + part * (high - low));
-                svg += &tick(&label(at(x_range)), (x(at(x_range)), height - EDGE + 18.0), "middle");
-                svg += &tick(&label(at(y_range)), (EDGE - 6.0, y(at(y_range)) + 4.0), "end");
+                svg += &tick(&label(at(x_range)), x(at(x_range)), height - EDGE + 18.0, "middle");
+                svg += &tick(&label(at(y_range)), EDGE - 6.0, y(at(y_range)) + 4.0, "end");
             }
         }
         for (index, (name, points)) in self.curves.iter().enumerate() {
@@ -102,7 +102,7 @@ fn thinned(places: &[(f64, f64)]) -> Vec<(f64, f64)> {
     kept
 }
 
-fn tick(text: &str, (x, y): (f64, f64), anchor: &str) -> String {
+fn tick(text: &str, x: f64, y: f64, anchor: &str) -> String {
     format!(
         "<text x=\"{x:.1}\" y=\"{y:.1}\" fill=\"#666666\" text-anchor=\"{anchor}\">{text}</text>\n"
     )

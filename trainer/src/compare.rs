@@ -95,14 +95,14 @@ struct Side<'a> {
 impl Side<'_> {
     /// The run that this one was forked from, if any, and how that relates to the other one.
     fn origin(&self, other: &Side<'_>) -> Result<Option<String>> {
-        let (name, theirs) = (self.name, other.name);
+        let (name, other_name) = (self.name, other.name);
         let Some(Origin { of, step, chain }) = Origin::read(self.root)? else { return Ok(None) };
         let shares = other.ledger.chain_at(step) == Some(chain);
         let is_it = other.root.canonicalize().is_ok_and(|root| root.to_string_lossy() == of);
         Ok(Some(match (shares, is_it) {
-            (true, true) => format!("{name} was forked from {theirs} after step {step}"),
+            (true, true) => format!("{name} was forked from {other_name} after step {step}"),
             (true, false) => format!(
-                "{name} was forked from {of} after step {step}, up to which {theirs} is the same"
+                "{name} was forked from {of} after step {step}, up to which {other_name} is the same"
             ),
             (false, _) => format!("{name} was forked from {of} after step {step}"),
         }))
@@ -150,17 +150,22 @@ fn curricula(a: &str, b: &str) -> String {
         return "the runs have different curricula".to_owned();
     };
     let all = a.difference(&b);
-    let of = |one: &curriculum::CurriculumDifference| {
-        format!("{} is {} and {}", one.key, name(&one.wanted), name(&one.found))
+    let of = |difference: &curriculum::CurriculumDifference| {
+        format!(
+            "{} is {} and {}",
+            difference.key,
+            name(&difference.wanted),
+            name(&difference.found)
+        )
     };
-    let mut told: Vec<String> = all.iter().take(TOLD).map(of).collect();
+    let mut shown: Vec<String> = all.iter().take(TOLD).map(of).collect();
     if all.len() > TOLD {
-        told.push(format!("{} more", all.len() - TOLD));
+        shown.push(format!("{} more", all.len() - TOLD));
     }
-    match told.is_empty() {
+    match shown.is_empty() {
         true => "the runs have different texts of one curriculum, none of which changes a step"
             .to_owned(),
-        false => format!("the runs have different curricula: {}", told.join("; ")),
+        false => format!("the runs have different curricula: {}", shown.join("; ")),
     }
 }
 

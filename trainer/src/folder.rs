@@ -19,6 +19,7 @@ use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, CurriculumDifference};
+use serde_json::Value;
 use store::{Location, disk, disk::Writing, open::MANIFEST};
 
 use crate::checkpoint::Checkpoints;
@@ -68,7 +69,8 @@ impl OpenRun {
     pub(crate) fn take_checkpoints(
         &self,
         wanted: Option<&Location>,
-        (holds, patience): (&RunLocks, Duration),
+        locks: &RunLocks,
+        patience: Duration,
     ) -> Result<Checkpoints> {
         let (folder, recorded) = (self.folder.clone(), self.ledger.last_step());
         let found = folder.elsewhere()?;
@@ -114,7 +116,7 @@ impl OpenRun {
             self.may_claim(&place, &checkpoints)?;
         }
         if let Location::Local(path) = &place {
-            holds.take_place(path, patience)?;
+            locks.take_place(path, patience)?;
         }
         let new = found.is_none();
         let words = found.map_or_else(|| folder.word(), |(_, words)| words);
@@ -285,13 +287,13 @@ impl RunFolder {
     }
 
     /// Takes the folder for the processes of this run, once no other run holds it.
-    pub fn take(&self, holds: &RunLocks, patience: Duration) -> Result<()> {
+    pub fn take(&self, locks: &RunLocks, patience: Duration) -> Result<()> {
         if self.root.join(MANIFEST).exists() {
             return Err(Fault::usage("this folder holds a store, which is never altered")
                 .at(self.root.display().to_string())
                 .hint("name another folder for the run with --out"));
         }
-        holds.take_folder(&self.root, patience)
+        locks.take_folder(&self.root, patience)
     }
 
     /// Takes the folder for `spec`: begins a run, or continues its run if that is the same one. Waits up to `patience`
@@ -301,10 +303,12 @@ impl RunFolder {
         spec: &RunSpec,
         source: &Location,
         table: &KernelTable,
-        (holds, patience, restart): (&RunLocks, Duration, bool),
+        locks: &RunLocks,
+        patience: Duration,
+        restart: bool,
     ) -> Result<OpenRun> {
-        self.take(holds, patience)?;
-        let writing = holds.write(patience)?;
+        self.take(locks, patience)?;
+        let writing = locks.write(patience)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
         if let Some(ledger) = &found {
@@ -395,10 +399,11 @@ impl RunFolder {
         }
         let (by_hand, edits): (Vec<_>, Vec<_>) =
             last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
-        let told = |list: Vec<CurriculumDifference>| list.iter().map(ToString::to_string).collect();
+        let texts =
+            |list: Vec<CurriculumDifference>| list.iter().map(ToString::to_string).collect();
         Ok((
             by_hand.into_iter().map(|it| format!("{} = {}", it.key, it.wanted)).collect(),
-            told(edits),
+            texts(edits),
         ))
     }
 
@@ -424,7 +429,7 @@ impl RunFolder {
             // A path that no longer exists is only made absolute.
             let path = path.canonicalize().or_else(|_| std::path::absolute(path));
             let path = path.map_err(|error| Fault::io("resolve", start.folder(), &error))?;
-            resolved.start = Some(text_of(&path)?);
+            resolved.init_from = Some(text_of(&path)?);
             start.keep(&self.root)?;
         }
         write_whole(&self.curriculum(), &resolved.canonical())
@@ -566,11 +571,11 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
         )));
     }
     let start = |head: &LedgerHead| {
-        let line = head.curriculum.lines().find_map(|line| line.strip_prefix("start = "));
-        line.unwrap_or("drawn").to_owned()
+        let line = head.curriculum.lines().find_map(|line| line.strip_prefix("init_from = "));
+        line.unwrap_or("random").to_owned()
     };
     if start(begun) != start(now) {
-        return mismatch("the set of weights at the start", start(now), start(begun));
+        return mismatch("the set of initial weights", start(now), start(begun));
     }
     if begun.parameters != now.parameters {
         let count = |head: &LedgerHead| format!("{} tensors", head.parameters.len());
@@ -580,17 +585,11 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
 }
 
 /// The first entry in which two kernel tables differ, with both values.
-pub(crate) fn table_difference(
-    before: &serde_json::Value,
-    after: &serde_json::Value,
-) -> Option<(String, String, String)> {
-    use serde_json::Value;
+pub(crate) fn table_difference(before: &Value, after: &Value) -> Option<(String, String, String)> {
     if let (Value::Object(left), Value::Object(right)) = (before, after) {
         let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
         return keys.into_iter().find_map(|key| {
-            let side = |object: &serde_json::Map<String, Value>| {
-                object.get(key).cloned().unwrap_or(Value::Null)
-            };
+            let side = |of: &serde_json::Map<_, _>| of.get(key).cloned().unwrap_or_default();
             let (inner, before, after) = table_difference(&side(left), &side(right))?;
             let key = if inner.is_empty() { key.clone() } else { format!("{key}.{inner}") };
             Some((key, before, after))

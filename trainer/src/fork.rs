@@ -241,15 +241,18 @@ fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
     let scratch = disk::beside(out, ".partial");
     disk::create_folder(&scratch)?;
     let held = disk::lock(&scratch)?;
-    let there = disk::entries(&scratch)?;
+    let entries = disk::entries(&scratch)?;
     let ours = scratch.join(FORKED).is_file() && !folder::was_taken(&scratch);
-    if !there.is_empty() && !ours {
+    if !entries.is_empty() && !ours {
         return Err(Fault::usage("a fork is made under this name first, and it is taken")
             .at(scratch.display().to_string())
             .found("files that no fork left there")
             .hint("move that folder away, or give --out another name"));
     }
-    there.iter().filter(|path| !path.ends_with(FORKED)).try_for_each(|path| disk::remove(path))?;
+    entries
+        .iter()
+        .filter(|path| !path.ends_with(FORKED))
+        .try_for_each(|path| disk::remove(path))?;
     Ok((scratch, held))
 }
 

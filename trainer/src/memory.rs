@@ -157,9 +157,9 @@ impl<'a> Parallelism<'a> {
         let here = Cut { chunks: cut.chunks / ranks, ..*cut };
         let tokens = placed.micro_batch * u64::from(placed.seq_len);
         let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
-        let sizes = (tokens / ranks, shared);
+        let (tokens, options) = (tokens / ranks, workers.options().cut(here));
         let activations =
-            model::activation_bytes(config, sizes, workers.options().cut(here), (dtype, on_device));
+            model::activation_bytes(config, tokens, shared, options, dtype, on_device);
         let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
         let between = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
         let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);
@@ -328,10 +328,10 @@ fn sharing(
         |piece: &ParamShard| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
     let cut = |piece: &&ParamShard| holder.fold.cuts(piece.tensor);
     let shards: u64 = holder.own().filter(cut).map(bytes).sum();
-    let mine: u64 = holder.own().map(bytes).sum();
+    let owned: u64 = holder.own().map(bytes).sum();
     // Of the shards of its own pieces a rank keeps its share.
-    let own = mine - shards + shards / u64::from(holder.fold.degree());
-    MemoryUse { sent: mine, received: always.weights.saturating_sub(own), ..always }
+    let own = owned - shards + shards / u64::from(holder.fold.degree());
+    MemoryUse { sent: owned, received: always.weights.saturating_sub(own), ..always }
 }
 
 /// What the ranks of a machine will hold, for any command that computes steps.
@@ -369,7 +369,8 @@ impl MachineDemand {
 pub(crate) fn refuse(
     spec: &RunSpec,
     demand: MachineDemand,
-    (names, me): (&[String], u32),
+    names: &[String],
+    me: u32,
     device: Device,
 ) -> Result<()> {
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
@@ -378,7 +379,7 @@ pub(crate) fn refuse(
     let partners = Partners::new(names);
     let MachineDemand { degrees, flat, grad_reduce, workers, replicate, limit, .. } = demand;
     for (name, first, _) in spec.segments() {
-        let (mut all, mut mine) = (0u64, MemoryUse::default());
+        let (mut all, mut held) = (0u64, MemoryUse::default());
         let on_device = device != Device::Cpu;
         let ways =
             Parallelism { names, pieces: &pieces, degrees, flat, grad_reduce, workers, on_device };
@@ -392,11 +393,11 @@ pub(crate) fn refuse(
             let replicated = if replicate { partners.held(&pieces, rank) } else { 0 };
             let parts = [found.sum(), replicated, demand.copied(&pieces, rank)];
             all = parts.into_iter().fold(all, u64::saturating_add);
-            mine = if rank == me { found } else { mine };
+            held = if rank == me { found } else { held };
         }
         if all > limit {
             let copies = demand.copied(&pieces, me);
-            let fault = too_large(name, (all, limit), (mine, copies), here.len());
+            let fault = too_large(name, all, limit, held, copies, here.len());
             // What is easiest to give up comes first.
             let snapshots = if demand.copies > 1 { "fewer --snapshots, " } else { "" };
             return Err(fault.hint(format!(
@@ -409,7 +410,8 @@ pub(crate) fn refuse(
 
 /// Refuses a state that is too large for a device, if its driver reports its memory.
 fn refuse_state(phase: &str, state: MemoryUse, device: Device) -> Result<()> {
-    let Some(there) = kernels::device::memory(device).filter(|there| state.sum() > *there) else {
+    let Some(memory) = kernels::device::memory(device).filter(|memory| state.sum() > *memory)
+    else {
         return Ok(());
     };
     let MemoryUse { weights, masters, moments, .. } = state;
@@ -421,18 +423,20 @@ fn refuse_state(phase: &str, state: MemoryUse, device: Device) -> Result<()> {
             size(weights + masters),
             size(moments)
         ))
-        .wanted(format!("less than {}, which activations and gradients share", size(there)))
+        .wanted(format!("less than {}, which activations and gradients share", size(memory)))
         .hint("more ranks, a GPU for each, share moments and master weights; `ztrain plan` tells what each holds"))
 }
 
 fn too_large(
     phase: &str,
-    (needed, there): (u64, u64),
-    (mine, copies): (MemoryUse, u64),
+    needed: u64,
+    limit: u64,
+    held: MemoryUse,
+    copies: u64,
     ranks: usize,
 ) -> Fault {
     let MemoryUse { weights, masters, moments, activations, gradients, sent, received, sums } =
-        mine;
+        held;
     Fault::machine("this run needs more memory than the machine has, or leaves this job")
         .at(format!("phase {phase:?}"))
         .found(format!(
@@ -447,7 +451,7 @@ fn too_large(
             size(sent + received + sums),
             size(copies)
         ))
-        .wanted(format!("at most {}", size(there)))
+        .wanted(format!("at most {}", size(limit)))
 }
 
 /// Address space that libtorch and its libraries need at start: with less they crash where they do not check

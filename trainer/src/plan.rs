@@ -157,7 +157,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
     let device_bytes = device_bytes(&fleet.device)?;
     let phases = spec.segments().into_iter().map(|(name, first, last)| {
         let shares = Shares { names: &names, pieces: &pieces };
-        phase_needs(spec, fleet, &shares, (name.to_owned(), first, last))
+        phase_needs(spec, fleet, &shares, name.to_owned(), first, last)
     });
     let phases = phases.collect::<Result<Vec<_>>>()?;
     let checkpoint = checkpoint(spec, &pieces, fleet)?;
@@ -225,7 +225,9 @@ fn phase_needs(
     spec: &RunSpec,
     fleet: &Fleet,
     shares: &Shares<'_>,
-    (name, first, last): (String, u64, u64),
+    name: String,
+    first: u64,
+    last: u64,
 ) -> Result<PhaseNeeds> {
     let step = spec.plan.step(first)?;
     let (mut largest_rank, mut most) = (0, MemoryUse::default());
@@ -260,8 +262,8 @@ fn phase_needs(
         context: mesh.together(),
         folded_ranks: mesh.tsp,
         uneven: uneven(mesh, cut.chunks, u64::from(step.seq_len)),
-        sent: sent(spec, fleet, (shares, mesh), first)?,
-        shared: micro_batches * shared(spec, fleet, (shares, mesh), first)?,
+        sent: sent(spec, fleet, shares, mesh, first)?,
+        shared: micro_batches * shared(spec, fleet, shares, mesh, first)?,
         shared_within_machines: mesh.within_machines(mesh.together(), fleet.ranks_per_node),
         folded: micro_batches * folded(spec, fleet, mesh, first)?,
         folded_within_machines: mesh.within_machines(mesh.tsp, fleet.ranks_per_node),
@@ -281,7 +283,8 @@ fn uneven(mesh: Mesh, chunks: u64, seq_len: u64) -> f64 {
 fn shared(
     spec: &RunSpec,
     fleet: &Fleet,
-    (shares, mesh): (&Shares<'_>, Mesh),
+    shares: &Shares<'_>,
+    mesh: Mesh,
     first: u64,
 ) -> Result<u64> {
     if mesh.together() == 1 {
@@ -289,8 +292,8 @@ fn shared(
     }
     let (PhaseModel { config, cut, .. }, step) = (spec.model_at(first)?, spec.plan.step(first)?);
     let (degree, options) = (u64::from(mesh.together()), fleet.workers.options().cut(*cut));
-    let rows = (step.micro_batch, u64::from(step.seq_len));
-    let layers = model::shared_bytes(config, rows, degree, options, spec.dtype_at(first));
+    let (rows, length, dtype) = (step.micro_batch, step.seq_len.into(), spec.dtype_at(first));
+    let layers = model::shared_bytes(config, rows, length, degree, options, dtype);
     let slices = Slices::new(mesh, shares.pieces, spec.parameters.len());
     let dealt = Assignment { chunks: cut.chunks, degree, place: 0 };
     Ok(layers + context::gradient_bytes(&slices, &spec.parameters, dealt))
@@ -307,7 +310,8 @@ fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> 
 fn sent(
     spec: &RunSpec,
     fleet: &Fleet,
-    (shares, mesh): (&Shares<'_>, Mesh),
+    shares: &Shares<'_>,
+    mesh: Mesh,
     step: u64,
 ) -> Result<SentInStep> {
     let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));

@@ -48,10 +48,10 @@ pub fn lost(error: Error) -> Fault {
 
 /// The fault for a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
-    let said = text(panic).lines().next().unwrap_or_default();
+    let message = text(panic).lines().next().unwrap_or_default();
     match want::was_refused() {
-        true => no_memory(said),
-        false => Fault::bug("a worker stopped").found(said),
+        true => no_memory(message),
+        false => Fault::bug("a worker stopped").found(message),
     }
 }
 
@@ -70,26 +70,26 @@ pub(crate) fn refused(error: impl Into<Error>) -> Fault {
     }
 }
 
-fn no_memory(said: &str) -> Fault {
-    Fault::machine("there is not enough memory").found(said).hint(
+fn no_memory(message: &str) -> Fault {
+    Fault::machine("there is not enough memory").found(message).hint(
         "use fewer workers or smaller micro-batches; the same command goes on where it stopped",
     )
 }
 
-fn not_computed(said: &str) -> Fault {
+fn not_computed(message: &str) -> Fault {
     // libtorch's message ends with a stack trace.
     Fault::machine("libtorch could not compute this")
-        .found(said.lines().next().unwrap_or(said))
+        .found(message.lines().next().unwrap_or(message))
         .hint("if it happens again at the same place it is a bug of ours: please report it with this message")
 }
 
 /// Silences the default message of panics that become such faults; other panics print as before. Called once, when a
 /// program starts.
-pub fn speak_once() {
-    let speak = panic::take_hook();
+pub fn print_panics_once() {
+    let print_default = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         if !want::is_refused() {
-            speak(info);
+            print_default(info);
         }
     }));
 }

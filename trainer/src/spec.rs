@@ -94,7 +94,7 @@ impl RunSpec {
         RunSpec::of_run(opened, folder.local().unwrap_or(Path::new("")))
     }
 
-    /// The same for the run in the folder `run`: once begun, it does not need its start unless something reads it.
+    /// The same for the run in the folder `run`: once begun, it does not need its initial model unless something reads it.
     pub fn of_run(opened: &OpenedCurriculum, run: &Path) -> Result<Self> {
         let data = Arc::clone(opened.stores()?);
         let content = RunData::of(&data, opened.curriculum.stores.len());
@@ -105,7 +105,7 @@ impl RunSpec {
     /// The same for a curriculum whose store may be a stub: enough to plan a run. Nothing can be read, and a model that
     /// sets no vocabulary has that of its preset.
     pub fn for_planning(opened: &OpenedCurriculum) -> Result<Self> {
-        if opened.text().is_some() || opened.curriculum.start.is_some() {
+        if opened.text().is_some() || opened.curriculum.init_from.is_some() {
             return RunSpec::new(opened);
         }
         let content = RunData { stores: Vec::new(), tokenizer: Identity([0; 32]), vocab: 0 };
@@ -133,18 +133,18 @@ impl RunSpec {
         Ok(RunSpec { curriculum, content, start, models, settings, parameters, rules, plan, data })
     }
 
-    /// The curriculum's canonical text, which depends on content alone: digests replace paths of stores and start.
+    /// The curriculum's canonical text, which depends on content alone: digests replace paths of stores and initial weights.
     pub fn canonical(&self) -> String {
         self.by_content().canonical()
     }
 
-    /// The curriculum with digests instead of the paths of stores and start.
+    /// The curriculum with digests instead of the paths of stores and initial weights.
     fn by_content(&self) -> Curriculum {
         let mut curriculum = self.curriculum.clone();
         curriculum.stores = self.content.stores.iter().map(Identity::to_string).collect();
         let added = curriculum.amendments.iter_mut().filter_map(|one| one.store.as_mut());
         added.for_each(|store| store.path.clone_from(&store.digest));
-        curriculum.start = self.start.as_ref().map(|start| start.content().to_string());
+        curriculum.init_from = self.start.as_ref().map(|start| start.content().to_string());
         curriculum
     }
 
@@ -315,7 +315,7 @@ fn models(
         models.push(model);
     }
     if let Some(start) = start {
-        compare_start(start, &models[0].config, || curriculum.place("start"))?;
+        compare_start(start, &models[0].config, || curriculum.place("init_from"))?;
     }
     Ok(models)
 }
@@ -336,18 +336,18 @@ fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
     same == *model
 }
 
-/// The start that the curriculum names, relative to the curriculum's folder.
+/// The initial model that the curriculum names, relative to the curriculum's folder.
 fn open_start(
     opened: &OpenedCurriculum,
     data: &Stores,
     run: &Path,
 ) -> Result<Option<InitialModel>> {
-    let Some(path) = &opened.curriculum.start else { return Ok(None) };
-    let place = || opened.curriculum.place("start");
+    let Some(path) = &opened.curriculum.init_from else { return Ok(None) };
+    let place = || opened.curriculum.place("init_from");
     let folder = storage::resolve(&opened.file.folder(), path);
     let folder = folder.map_err(|fault| fault.or_at(place))?;
     let folder = folder.local().ok_or_else(|| {
-        Fault::usage("a start is read from this machine")
+        Fault::usage("initial weights are read from this machine")
             .at(place())
             .found(&folder)
             .wanted("a folder that `ztrain import` made")
@@ -362,29 +362,29 @@ fn open_start(
     Ok(Some(start))
 }
 
-/// Refuses a model whose parameters differ from those of the start.
+/// Refuses a model whose parameters differ from those of the initial model.
 fn compare_start(
     start: &InitialModel,
     config: &ZayaConfig,
     place: impl Fn() -> String,
 ) -> Result<()> {
-    let (theirs, ours) = (model::parameters(start.config()), model::parameters(config));
+    let (given, wanted) = (model::parameters(start.config()), model::parameters(config));
     let shown = |spec: Option<&ParamSpec>| {
         spec.map_or_else(|| "nothing".to_owned(), |spec| format!("{} {:?}", spec.name, spec.shape))
     };
     let shapes = |specs: &[ParamSpec]| {
         specs.iter().map(|spec| (spec.name.clone(), spec.shape.clone())).collect::<Vec<_>>()
     };
-    let (left, right) = (shapes(&theirs), shapes(&ours));
+    let (left, right) = (shapes(&given), shapes(&wanted));
     if left == right {
         return Ok(());
     }
     let same = left.iter().zip(&right).take_while(|(left, right)| left == right).count();
-    Err(Fault::usage("the start has other parameters than the model")
+    Err(Fault::usage("the initial weights have other parameters than the model")
         .at(place())
-        .found(shown(theirs.get(same)))
-        .wanted(shown(ours.get(same)))
-        .hint("leave [model] out: the start brings its own"))
+        .found(shown(given.get(same)))
+        .wanted(shown(wanted.get(same)))
+        .hint("leave [model] out: the folder brings its own"))
 }
 
 /// The model's configuration, and the learning rate of its balancing biases.
@@ -419,7 +419,7 @@ fn resolve_model(
             lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(found))?
         }
     };
-    // A start brings its configuration; keys of the curriculum override it.
+    // An initial model brings its configuration; keys of the curriculum override it.
     if let (Some(start), None) = (start, &preset)
         && let Ok(serde_json::Value::Object(own)) = serde_json::to_value(start.config())
     {

@@ -196,13 +196,13 @@ mod tests {
             event("aten::mm", false, 2, [10, 7]),
         ];
         let trace = Trace::of(&events, 1.0);
-        let told = |name: &str, nanoseconds: f64, calls| TimeShare {
+        let share = |name: &str, nanoseconds: f64, calls| TimeShare {
             name: name.to_owned(),
             seconds: nanoseconds / 1e9,
             calls,
         };
         let wanted = [("aten::mm", 87.0, 3), ("aten::matmul", 40.0, 1), ("aten::copy_", 30.0, 1)];
-        assert_eq!(trace.top, wanted.map(|(name, time, calls)| told(name, time, calls)));
+        assert_eq!(trace.top, wanted.map(|(name, time, calls)| share(name, time, calls)));
         assert!((trace.busy - 157e-9).abs() < 1e-15 && !trace.on_device);
     }
 

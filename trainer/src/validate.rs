@@ -89,18 +89,18 @@ impl Validation {
         let mut left = dealt.map(|index| (index, windows[index].clone()));
         let what = format!("validation after step {}", state.step);
         let waiting = Mutex::new(WaitCounter::new(what, left.len() as u64));
-        let mut mine = Vec::new();
+        let mut own_losses = Vec::new();
         // In rounds: in between, the ranks exchange whether one of them was asked to stop.
         loop {
             let together = lines.mesh.tsp > 1;
             let round = if together { 1 } else { cx.workers.count() };
             let round: Vec<_> = left.by_ref().take(round).collect();
-            mine.extend(match (round.is_empty(), together) {
+            own_losses.extend(match (round.is_empty(), together) {
                 (true, _) => Vec::new(),
                 (_, false) => {
-                    computed(cx, state, round, (cx.workers.options().cut(cut).into(), &waiting))?
+                    computed(cx, state, round, cx.workers.options().cut(cut).into(), &waiting)?
                 }
-                (_, true) => computed_together(cx, state, &lines, (round, &waiting))?,
+                (_, true) => computed_together(cx, state, &lines, round, &waiting)?,
             });
             match progress(team, asked(), left.len())? {
                 Progress::Stopped => return Ok(None),
@@ -108,7 +108,7 @@ impl Validation {
                 Progress::Left => {}
             }
         }
-        let losses = told(team, windows.len(), &mine)?;
+        let losses = gather_losses(team, windows.len(), &own_losses)?;
         let mut sums: Vec<SourceLoss> = Vec::new();
         for (Window { source, .. }, Loss { loss, labels }) in windows.into_iter().zip(losses) {
             match sums.last_mut() {
@@ -147,12 +147,12 @@ enum Progress {
 fn progress(team: &ProcessMesh<'_>, asked: bool, left: usize) -> Result<Progress> {
     let mut words = WordWriter::default();
     words.word(u64::from(asked)).word(left as u64);
-    let heard = team.tell("the progress on held-out text", &words)?;
+    let gathered = team.all_gather("the progress on held-out text", &words)?;
     let (mut stopped, mut done) = (false, true);
-    for mut heard in heard.readers() {
-        stopped |= heard.word()? != 0;
-        done &= heard.word()? == 0;
-        heard.end()?;
+    for mut gathered in gathered.readers() {
+        stopped |= gathered.word()? != 0;
+        done &= gathered.word()? == 0;
+        gathered.end()?;
     }
     Ok(match (done, stopped) {
         (true, _) => Progress::Done,
@@ -180,7 +180,8 @@ fn computed(
     StepContext { spec, team, workers }: StepContext<'_>,
     state: &State,
     windows: Vec<(usize, Window)>,
-    (how, waiting): (MicroBatchContext<'_>, &Mutex<WaitCounter>),
+    how: MicroBatchContext<'_>,
+    waiting: &Mutex<WaitCounter>,
 ) -> Result<Vec<(usize, Loss)>> {
     let step = state.step;
     let at = spec.plan.step(step.max(1))?;
@@ -209,7 +210,8 @@ fn computed_together(
     cx: StepContext<'_>,
     state: &State,
     lines: &PhaseMesh<'_>,
-    (windows, waiting): (Vec<(usize, Window)>, &Mutex<WaitCounter>),
+    windows: Vec<(usize, Window)>,
+    waiting: &Mutex<WaitCounter>,
 ) -> Result<Vec<(usize, Loss)>> {
     let along = [SharingGroup::sharing(lines)?, SharingGroup::folded(lines)?];
     let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(SharingGroup::begin));
@@ -221,7 +223,7 @@ fn computed_together(
     };
     // One worker, since the exchanges must have one order.
     let found =
-        computed(StepContext { workers: cx.workers.one(), ..cx }, state, windows, (how, waiting))?;
+        computed(StepContext { workers: cx.workers.one(), ..cx }, state, windows, how, waiting)?;
     for line in [sharing, folded].into_iter().flatten() {
         line.finish()?;
     }
@@ -230,17 +232,21 @@ fn computed_together(
 }
 
 /// The losses of all `windows`; `mine` are this rank's.
-fn told(team: &ProcessMesh<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
+fn gather_losses(
+    team: &ProcessMesh<'_>,
+    windows: usize,
+    own_losses: &[(usize, Loss)],
+) -> Result<Vec<Loss>> {
     let mut words = WordWriter::default();
-    words.word(mine.len() as u64);
-    for (index, Loss { loss, labels }) in mine {
+    words.word(own_losses.len() as u64);
+    for (index, Loss { loss, labels }) in own_losses {
         words.word(*index as u64).float(*loss).word(*labels);
     }
-    let heard = team.tell("the gathering of losses on held-out text", &words)?;
+    let gathered = team.all_gather("the gathering of losses on held-out text", &words)?;
     let mut all = vec![None; windows];
-    for mut heard in heard.readers() {
-        for _ in 0..heard.word()? {
-            let (index, loss, labels) = (heard.word()?, heard.float()?, heard.word()?);
+    for mut gathered in gathered.readers() {
+        for _ in 0..gathered.word()? {
+            let (index, loss, labels) = (gathered.word()?, gathered.float()?, gathered.word()?);
             let unknown = || Fault::bug("a rank computed held-out text that there is not");
             let place = usize::try_from(index).ok().and_then(|index| all.get_mut(index));
             let before = place.ok_or_else(unknown)?.replace(Loss { loss, labels });
@@ -250,7 +256,7 @@ fn told(team: &ProcessMesh<'_>, windows: usize, mine: &[(usize, Loss)]) -> Resul
                 return Err(Fault::mismatch(what).at("validation"));
             }
         }
-        heard.end()?;
+        gathered.end()?;
     }
     let all = all.into_iter().collect::<Option<_>>();
     all.ok_or_else(|| Fault::bug("nobody computed some of the held-out text"))

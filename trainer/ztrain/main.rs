@@ -2,7 +2,7 @@
 
 /// Puts a line for people on standard output, by the rule of `contract::terminal`; for functions that return a
 /// `Result`.
-macro_rules! tell {
+macro_rules! print_line {
     ($($text:tt)*) => { contract::terminal::print(&format!("{}\n", format_args!($($text)*)))? };
 }
 
@@ -19,7 +19,8 @@ static ALLOCATOR: ExitWithoutMemory = ExitWithoutMemory;
 
 /// Trains a ZAYA1-style model as a curriculum says; any step can be computed again, bit for bit, and explained.
 ///
-/// `ztrain --curriculum FILE` begins a run, or continues it exactly where it stopped.
+/// `ztrain --curriculum FILE` begins a run, or continues it exactly where it stopped. The curriculum decides every bit
+/// of a run; flags decide speed, place and what is kept.
 /// Results go to standard output, progress and errors to standard error.
 /// Exit codes: 0 done, 1 a bug of ours, 2 usage or curriculum, 3 data missing or damaged, 4 digest mismatch,
 /// 5 run diverged, 6 machine.
@@ -62,7 +63,7 @@ enum Command {
     Devices(cmd::devices::Args),
     /// Write a run's weights as a folder for Hugging Face transformers.
     Export(cmd::export::Args),
-    /// Take over such a folder as the start of a curriculum.
+    /// Take over such a folder as the initial weights of a curriculum.
     Import(cmd::import::Args),
     /// Print the keys of a curriculum as JSON Schema.
     Schema(cmd::schema::Args),
@@ -76,20 +77,20 @@ fn main() -> ExitCode {
     ExitWithoutMemory::reserve_stack();
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
-    trainer::refusal::speak_once();
+    trainer::refusal::print_panics_once();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(refusal) => {
             let refusal = cmd::advised(refusal);
             let text = refusal.render();
             let (plain, coloured) = (text.to_string(), text.ansi().to_string());
-            kernels::signals::hear();
-            let told = contract::terminal::reply(&plain, &coloured, refusal.use_stderr());
-            return contract::terminal::end(told.map(|()| refusal.exit_code() as u8));
+            kernels::signals::unblock();
+            let printed = contract::terminal::reply(&plain, &coloured, refusal.use_stderr());
+            return contract::terminal::end(printed.map(|()| refusal.exit_code() as u8));
         }
     };
     if !matches!(cli.command, None | Some(Command::Supervise(_))) {
-        kernels::signals::hear();
+        kernels::signals::unblock();
     }
     contract::terminal::end(trainer::refusal::caught(|| run(cli)))
 }

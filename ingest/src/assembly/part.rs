@@ -114,7 +114,8 @@ impl PartBuilder {
     /// like `manifest`. `decided` is the scan's list for the files of the part.
     pub(crate) fn new(
         folder: &Path,
-        (name, keep): (&str, &[String]),
+        name: &str,
+        keep: &[String],
         manifest: &Manifest,
         decided: Option<&Path>,
     ) -> Result<Self> {
@@ -175,7 +176,7 @@ impl PartBuilder {
     }
 
     /// Ends the open file, which has this content and number of segments.
-    pub(crate) fn file_end(&mut self, (bytes, sha256): (u64, Identity), segments: u64) {
+    pub(crate) fn file_end(&mut self, bytes: u64, sha256: Identity, segments: u64) {
         let [train, validation] = self.streams.each_mut().map(|stream| stream.file_end(segments));
         let segments = train.into_iter().zip(validation).map(<[Digest; 2]>::from).collect();
         let documents = std::mem::take(&mut self.documents);

@@ -174,7 +174,8 @@ impl<'a> Runner<'a> {
             let mut sink = PartSink {
                 part: PartBuilder::new(
                     scratch,
-                    (&source.name, &source.fields.keep),
+                    &source.name,
+                    &source.fields.keep,
                     &self.empty,
                     decided.as_deref(),
                 )?,
@@ -192,7 +193,7 @@ impl<'a> Runner<'a> {
                 Step::FileEnd { bytes, sha256, segments } => {
                     passed.file(bytes);
                     found.file_end((bytes, sha256))?;
-                    sink.part.file_end((bytes, sha256), segments);
+                    sink.part.file_end(bytes, sha256, segments);
                     Ok(())
                 }
             })?;

@@ -104,8 +104,8 @@ impl GopherQuality {
         let (least, most) = (self.min_word_chars, self.max_word_chars);
         fewer(self.min_words, number, "gopher-quality: too few words")
             .or_else(|| more(self.max_words, number, "gopher-quality: too many words"))
-            .or_else(|| below(least, (length, number), "gopher-quality: short words"))
-            .or_else(|| above(most, (length, number), "gopher-quality: long words"))
+            .or_else(|| below(least, length, number, "gopher-quality: short words"))
+            .or_else(|| above(most, length, number, "gopher-quality: long words"))
             .or_else(|| self.judge_symbols(text))
     }
 
@@ -114,8 +114,8 @@ impl GopherQuality {
         let bytes = text.text.as_bytes();
         let hashes = memchr_iter(b'#', bytes).count();
         let [dots, signs] = ["...", "\u{2026}"].map(|sign| memmem::find_iter(bytes, sign).count());
-        above(self.max_symbols, (hashes, all), "gopher-quality: hash signs")
-            .or_else(|| above(self.max_symbols, (dots + signs, all), "gopher-quality: ellipses"))
+        above(self.max_symbols, hashes, all, "gopher-quality: hash signs")
+            .or_else(|| above(self.max_symbols, dots + signs, all, "gopher-quality: ellipses"))
     }
 
     fn judge_lines(&self, text: &Text<'_>) -> Option<Dropped> {
@@ -127,14 +127,14 @@ impl GopherQuality {
             open += usize::from(line.ends_with("...") || line.ends_with('\u{2026}'));
         }
         let most = self.max_ellipsis_lines;
-        above(self.max_bullet_lines, (bullets, all), "gopher-quality: bullet lines")
-            .or_else(|| above(most, (open, all), "gopher-quality: lines ending in an ellipsis"))
+        above(self.max_bullet_lines, bullets, all, "gopher-quality: bullet lines")
+            .or_else(|| above(most, open, all, "gopher-quality: lines ending in an ellipsis"))
     }
 
     fn judge_sense(&self, text: &Text<'_>) -> Option<Dropped> {
         let all = text.words().len();
         let letters = text.tally().lettered;
-        below(self.min_letter_words, (letters, all), "gopher-quality: words without letters")
+        below(self.min_letter_words, letters, all, "gopher-quality: words without letters")
             .or_else(|| self.judge_stop_words(text))
     }
 
@@ -170,12 +170,12 @@ impl FineWeb {
         let ends = text.text.bytes().filter(|byte| *byte == b'\n').count();
         let solid = || chars(text.text) - ends;
         let (most_short, most_twice) = (self.max_short_lines, self.max_repeated_chars);
-        below(self.min_ended_lines, (ended(), all.len()), "fineweb: few lines end a sentence")
-            .or_else(|| above(most_short, (short(), all.len()), "fineweb: short lines"))
-            .or_else(|| above(most_twice, (twice(), solid()), "fineweb: repeated lines"))
+        below(self.min_ended_lines, ended(), all.len(), "fineweb: few lines end a sentence")
+            .or_else(|| above(most_short, short(), all.len(), "fineweb: short lines"))
+            .or_else(|| above(most_twice, twice(), solid(), "fineweb: repeated lines"))
             .or_else(|| {
                 let words = text.words().len();
-                above(self.max_line_ends, (ends, words), "fineweb: a list rather than prose")
+                above(self.max_line_ends, ends, words, "fineweb: a list rather than prose")
             })
     }
 }

@@ -72,8 +72,8 @@ impl GopherRepetition {
             }
             let parts = parts();
             let (again, length) = repeated(parts.iter().copied());
-            let dropped = above(max_parts, (again, parts.len()), by_part);
-            let dropped = dropped.or_else(|| above(max_chars, (length, whole), by_char));
+            let dropped = above(max_parts, again, parts.len(), by_part);
+            let dropped = dropped.or_else(|| above(max_chars, length, whole, by_char));
             if dropped.is_some() {
                 return dropped;
             }
@@ -98,7 +98,7 @@ impl GopherRepetition {
         rules.into_iter().find_map(|(n, limit, reason)| {
             limit?;
             let length = if n < 5 { grams.top(n) } else { grams.repeated(n) };
-            above(limit, (length, whole), reason)
+            above(limit, length, whole, reason)
         })
     }
 }

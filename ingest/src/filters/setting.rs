@@ -207,7 +207,8 @@ pub(crate) fn more(limit: Option<u64>, number: usize, reason: &'static str) -> O
 /// Dropped for `reason` if `part` of `whole` is less than the limit, exactly.
 pub(crate) fn below(
     limit: Option<Ratio>,
-    (part, whole): (usize, usize),
+    part: usize,
+    whole: usize,
     reason: &'static str,
 ) -> Option<Dropped> {
     limit.filter(|limit| times(part, limit.den()) < times(whole, limit.num()))?;
@@ -217,7 +218,8 @@ pub(crate) fn below(
 /// Dropped for `reason` if `part` of `whole` is more than the limit, exactly. Zero of zero is never more.
 pub(crate) fn above(
     limit: Option<Ratio>,
-    (part, whole): (usize, usize),
+    part: usize,
+    whole: usize,
     reason: &'static str,
 ) -> Option<Dropped> {
     limit.filter(|limit| times(part, limit.den()) > times(whole, limit.num()))?;

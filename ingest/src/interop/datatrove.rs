@@ -78,7 +78,7 @@ impl Reader {
                     .wanted(stated.name()));
             }
             (Some(width), _) | (None, Some(width)) => width,
-            (None, None) => measured(disk, path, (&index_path, index.bytes), hints.vocab)?,
+            (None, None) => measured(disk, path, &index_path, index.bytes, hints.vocab)?,
         };
         let left = index.bytes / 8;
         Ok(Reader {
@@ -95,7 +95,8 @@ impl Reader {
 fn measured(
     disk: &dyn Disk,
     path: &Path,
-    (index, index_bytes): (&Path, u64),
+    index: &Path,
+    index_bytes: u64,
     vocab: u32,
 ) -> Result<Width> {
     let size = Hashing::open(disk, path)?.bytes;
@@ -107,7 +108,7 @@ fn measured(
     let mut last = [0; 8];
     file.onward(index_bytes - 8).read_exact(&mut last).map_err(|error| fault(&error))?;
     let last = u64::from_le_bytes(last);
-    fitting(disk, path, (size, last, vocab), "its size does not fit its index")
+    fitting(disk, path, size, last, vocab, "its size does not fit its index")
 }
 
 impl Documents for Reader {

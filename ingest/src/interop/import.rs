@@ -392,14 +392,14 @@ impl Sink {
         let folder = open::part_folder(store.unwrap_or(Path::new("")), source, part);
         let part = store.map(|_| {
             disk::create_folder(&folder)?;
-            PartBuilder::new(&folder, (source, &[]), manifest, None)
+            PartBuilder::new(&folder, source, &[], manifest, None)
         });
         Ok(Sink { part: part.transpose()?, folder, inputs: Vec::new(), bytes: 0 })
     }
 
     fn file_end(&mut self, input: InputRecord) {
         if let Some(part) = &mut self.part {
-            part.file_end((input.bytes, input.sha256), input.segments);
+            part.file_end(input.bytes, input.sha256, input.segments);
         }
         self.inputs.push(input);
     }

@@ -173,7 +173,7 @@ impl Reader {
         let width = match hints.width {
             Some(width) => width,
             None if rows > 0 => {
-                fitting(disk, path, (size, last, hints.vocab), "its size does not fit its csv")?
+                fitting(disk, path, size, last, hints.vocab, "its size does not fit its csv")?
             }
             None if has_csv => Width::U16,
             None => {

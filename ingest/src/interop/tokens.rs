@@ -124,7 +124,9 @@ impl Width {
 pub(super) fn fitting(
     disk: &dyn Disk,
     path: &Path,
-    (size, last, vocab): (u64, u64, u32),
+    size: u64,
+    last: u64,
+    vocab: u32,
     what: &str,
 ) -> Result<Width> {
     let fits = |width: &&Width| last.checked_mul(width.bytes()) == Some(size);

@@ -303,7 +303,7 @@ impl Style {
             ValueKind::String => self.string(value.as_str().unwrap_or_default(), out),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.collect();
-                self.list(('[', ']'), &items, depth, out, |item, out| {
+                self.list('[', ']', &items, depth, out, |item, out| {
                     self.value(item, depth + 1, out)
                 })?;
             }
@@ -315,7 +315,7 @@ impl Style {
                 if self.sorted {
                     members.sort_by(|(one, _), (other, _)| one.cmp(other));
                 }
-                self.list(('{', '}'), &members, depth, out, |(key, value), out| {
+                self.list('{', '}', &members, depth, out, |(key, value), out| {
                     self.string(key, out);
                     *out += &self.key;
                     self.value(value, depth + 1, out)
@@ -328,7 +328,8 @@ impl Style {
 
     fn list<T>(
         &self,
-        (open, close): (char, char),
+        open: char,
+        close: char,
         items: &[T],
         depth: usize,
         out: &mut String,

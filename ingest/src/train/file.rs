@@ -93,7 +93,10 @@ pub(super) fn tokenizer_json(learned: &Learned, special: &[String]) -> Result<Ve
         version: "1.0",
         truncation: (),
         padding: (),
-        added_tokens: (vocab.len()..).zip(special).map(added).collect(),
+        added_tokens: (vocab.len()..)
+            .zip(special)
+            .map(|(id, content)| added(id, content))
+            .collect(),
         normalizer: (),
         pre_tokenizer: Sequence { r#type: "Sequence", pretokenizers: (split, byte_level()) },
         post_processor: byte_level(),
@@ -114,7 +117,7 @@ pub(super) fn tokenizer_json(learned: &Learned, special: &[String]) -> Result<Ve
     json::pretty(&file, "a tokenizer")
 }
 
-fn added((id, content): (usize, &String)) -> Added<'_> {
+fn added(id: usize, content: &String) -> Added<'_> {
     let (single_word, lstrip, rstrip, normalized) = (false, false, false, false);
     Added { id, content, single_word, lstrip, rstrip, normalized, special: true }
 }

@@ -96,7 +96,8 @@ const COMPARE: [&str; 4] =
     ["exact-duplicates", "near-duplicates", "decontaminate", "repeated-substrings"];
 
 /// The result of a build: kept documents with tokens and positions, dropped ones by reason, changes, lists.
-fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
+fn outcome(built: &(Manifest, std::path::PathBuf)) -> Digest {
+    let (manifest, store) = built;
     let mut text = String::new();
     for source in &manifest.sources {
         for stream in [&source.train, &source.validation] {

@@ -141,7 +141,7 @@ fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> R
     } else if found(client, file, place)? {
         PutOutcome::Taken
     } else {
-        put_large(client, file, (place, size), passed, &fault)?
+        put_large(client, file, place, size, passed, &fault)?
     };
     if put == PutOutcome::Created {
         return Ok(());
@@ -166,7 +166,8 @@ fn beside(file: &Path, place: &Address) -> Result<Address> {
 fn put_large(
     client: &Client,
     file: &Path,
-    (place, size): (&Address, u64),
+    place: &Address,
+    size: u64,
     passed: &dyn Fn(u64),
     fault: &dyn Fn(TransferError) -> Fault,
 ) -> Result<PutOutcome> {

@@ -93,7 +93,8 @@ pub(crate) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
 /// Appends the records of `rows` (ascending, disjoint), reading only the row groups that hold them.
 pub(crate) fn read_rows(
     file: &StoreFile,
-    (shard, first_file): (&ShardRecord, u32),
+    shard: &ShardRecord,
+    first_file: u32,
     rows: &[Range<u64>],
     out: &mut Vec<DocumentRecord>,
 ) -> Result<()> {

@@ -328,7 +328,7 @@ impl StreamReader {
             if !rows.is_empty() {
                 let file = self.document_file(shard)?;
                 let first_file = self.source().first_file(record.part);
-                documents::read_rows(&file, (record, first_file), &rows, &mut out)?;
+                documents::read_rows(&file, record, first_file, &rows, &mut out)?;
             }
         }
         Ok(out)

@@ -44,7 +44,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let manifest = whole::opened(&args.store)?;
     if let (Some(count), Some(corpus)) = (args.sample, &args.corpus) {
         let corpus = Corpus::read(corpus)?;
-        let drawn = || sample::sample(&corpus, (&args.store, &manifest), count, args.seed);
+        let drawn = || sample::sample(&corpus, &args.store, &manifest, count, args.seed);
         let sample = meanwhile("inspect", "reading the inputs of the sample", drawn)?;
         if !args.json {
             return terminal::print(&sample::text(&sample));

@@ -13,7 +13,7 @@ use super::output;
 /// Arguments.
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata plan curricula/phase1.toml\n\n\
-    A store in the curriculum may be a folder, or a described store: \
+    A store in the curriculum may be a folder, or a store stub: \
     a TOML file of [[source]] name, tokens, documents.\n\n\
     A micro-batch is the sequences of one forward and backward pass. A unit is the run of tokens in which a source is \
     shuffled; every seq_len divides it. [model] is not checked here: `ztrain` knows its keys and checks them at start.")]
@@ -47,7 +47,7 @@ struct Report {
     model_checked: bool,
     phases: Vec<PhaseRow>,
     sources: Vec<SourceRow>,
-    /// Documents that amendments hide; unknown where stores are only described.
+    /// Documents that amendments hide; unknown where stores are stubs.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     banned: Vec<BanRow>,
     /// Steps all of whose text is hidden: they move nothing.
@@ -81,7 +81,7 @@ struct PhaseRow {
     tokens: u64,
     padding: u64,
     #[serde(flatten)]
-    makeup: Composition,
+    composition: Composition,
     /// The plan digest up to the phase's last step.
     digest: String,
     sources: Vec<UseRow>,
@@ -99,7 +99,7 @@ struct UseRow {
     tokens: u64,
     padding: u64,
     #[serde(flatten)]
-    makeup: Composition,
+    composition: Composition,
     epochs_before: f64,
     epochs_after: f64,
 }
@@ -262,14 +262,14 @@ impl PhaseRow {
     fn new(plan: &DataPlan, curriculum: &Curriculum, index: usize) -> Self {
         let phase = &plan.phases()[index];
         let weights: u64 = phase.uses.iter().map(|part| part.weight).sum();
-        let mut makeup = Composition::default();
+        let mut composition = Composition::default();
         let sources: Vec<UseRow> = phase
             .uses
             .iter()
             .enumerate()
             .map(|(entry, part)| {
-                let of_source = plan.makeup(index, entry);
-                makeup += of_source;
+                let of_source = plan.composition(index, entry);
+                composition += of_source;
                 let facts = &plan.sources()[part.source];
                 let typed = curriculum.typed(&format!("{}.{}", phase.mix_key, facts.name));
                 UseRow {
@@ -280,7 +280,7 @@ impl PhaseRow {
                     samples: part.samples,
                     tokens: part.tokens,
                     padding: part.samples * u64::from(phase.seq_len) - part.tokens,
-                    makeup: of_source,
+                    composition: of_source,
                     epochs_before: epochs(part.tokens_before, facts.tokens),
                     epochs_after: epochs(part.tokens_before + part.tokens, facts.tokens),
                 }
@@ -299,7 +299,7 @@ impl PhaseRow {
             samples: phase.samples(),
             tokens: sources.iter().map(|source| source.tokens).sum(),
             padding: sources.iter().map(|source| source.padding).sum(),
-            makeup,
+            composition,
             digest: plan.digest_through(phase.last_step()).to_string(),
             sources,
         }
@@ -333,7 +333,7 @@ impl PhaseRow {
     /// What its sequences are made of, in shares of them all.
     fn made_of(&self) -> String {
         let share = |count: u64| format!("{:.2} %", count as f64 / self.samples as f64 * 100.0);
-        let Composition { contiguous, joined, padded } = self.makeup;
+        let Composition { contiguous, joined, padded } = self.composition;
         format!(
             "  sequences: {} contiguous text, {} joined from several pieces, {} padded at the end\n",
             share(contiguous),

@@ -201,7 +201,9 @@ impl Witnesses {
     /// Refuses a ledger that is not the one with which the checkpoint of `step` was kept.
     pub(super) fn check(
         &self,
-        (step, state, chain): (u64, Digest, Digest),
+        step: u64,
+        state: Digest,
+        chain: Digest,
         place: impl Fn() -> String,
     ) -> Result<()> {
         let Some((manifest, Some(kept))) = self.0.get(&step) else { return Ok(()) };

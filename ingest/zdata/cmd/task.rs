@@ -31,7 +31,8 @@ pub(crate) enum Command {
         #[arg(long, value_parser = super::local(WORK))]
         cache_dir: PathBuf,
     },
-    /// Look at the documents of one task, where steps compare documents with each other; again does no harm.
+    /// Look at the documents of one task, where steps compare documents with each other, or say that there is nothing to
+    /// scan; again does no harm.
     Scan(Task),
     /// Decide which documents go, once every task was looked at.
     Decide(Planned),
@@ -91,6 +92,12 @@ pub(crate) struct Task {
 
 fn run(stage: Stage, task: Task, quiet: bool) -> Result<()> {
     let plan = task.of.read()?;
+    if task.index < plan.tasks() && !plan.tasks_of(stage).contains(&task.index) {
+        note!(
+            "note: no step of this task's source compares documents: `zdata task run` is all it needs"
+        );
+        return print(&format!("nothing to scan in task {}\n", task.index));
+    }
     let workers = task.workers.unwrap_or_else(default_workers);
     let ran = Runner::new(&plan, workers)?.run(stage, task.index, quiet)?;
     print(&match ran {

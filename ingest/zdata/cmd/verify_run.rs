@@ -297,7 +297,7 @@ impl Ledger {
                     rules.edit(in_force(text, number)?);
                 }
                 rules.check(&step).map_err(|what| changed(&what))?;
-                kept.check((number, step.state_digest, link), || place(number))?;
+                kept.check(number, step.state_digest, link, || place(number))?;
                 data.push((step.batch_digest, step.labels()));
                 edits.extend(step.curriculum.map(|text| (number, text)));
             }

@@ -84,7 +84,7 @@ pub(super) fn open() -> std::result::Result<(), String> {
     }
     // A library that exists but cannot be opened is more informative than a missing one.
     let here = refusals.iter().find(|(path, _)| is_there(path));
-    Err(refusal(&release, (&folders, &passed), here.map(|(_, reason)| reason.as_str())))
+    Err(refusal(&release, &folders, &passed, here.map(|(_, reason)| reason.as_str())))
 }
 
 /// Whether a library exists, by path or by a bare name that the loader resolves.
@@ -94,11 +94,7 @@ fn is_there(library: &Path) -> bool {
         || std::env::split_paths(&places).any(|folder| folder.join(library).exists())
 }
 
-fn refusal(
-    release: &str,
-    (folders, passed): (&[PathBuf], &[String]),
-    here: Option<&str>,
-) -> String {
+fn refusal(release: &str, folders: &[PathBuf], passed: &[String], here: Option<&str>) -> String {
     let mut text = match here {
         Some(reason) => format!("the GPU half of libtorch could not be opened: {reason}"),
         None => format!("no GPU half of libtorch {release} is here"),
@@ -250,13 +246,13 @@ mod tests {
 
     #[test]
     fn a_refusal_says_where_it_looked_and_what_to_do() {
-        let text = refusal("2.11.0", (&["/a".into(), "/b".into()], &[]), None);
+        let text = refusal("2.11.0", &["/a".into(), "/b".into()], &[], None);
         assert!(text.contains("2.11.0 is here; looked in /a, /b; `python3"), "{text}");
-        let text = refusal("2.11.0", (&["/a".into()], &["2.9 in /b".into()]), None);
+        let text = refusal("2.11.0", &["/a".into()], &["2.9 in /b".into()], None);
         assert!(
             text.contains("looked in /a; passed over, as another release or build: 2.9 in /b; `")
         );
-        let text = refusal("2.11.0", (&["/a".into()], &[]), Some("libcudnn.so.9: missing"));
+        let text = refusal("2.11.0", &["/a".into()], &[], Some("libcudnn.so.9: missing"));
         assert!(
             text.contains("could not be opened: libcudnn.so.9: missing; looked in /a;"),
             "{text}"

@@ -1,7 +1,7 @@
 //! Copies of a device's tensors in host memory, made in parallel with the computation.
 //!
 //! ```text
-//! computing stream:  ... | mark --------- the next step's passes ---------- hold | writes the tensors ...
+//! computing stream:  ... | mark --------- the next step's passes --- order_after | writes the tensors ...
 //! side stream:           +-> after --> copies into pinned memory --> event ----^
 //! host:                                                                +--> Copies::wait: reads them
 //! ```
@@ -34,7 +34,7 @@ pub struct HostCopier {
     side: Option<(usize, Mutex<SideStream>)>,
 }
 
-/// Copies under way: before the copied tensors are written again, call [`PendingCopies::hold`].
+/// Copies under way: before the copied tensors are written again, call [`PendingCopies::order_after`].
 #[derive(Debug, Default)]
 pub struct PendingCopies(Mutex<Vec<Arc<Event>>>);
 
@@ -95,9 +95,9 @@ impl HostCopier {
 impl PendingCopies {
     /// Makes what the calling thread queues on `device` from here on wait for the copies, so that it may write the
     /// tensors. The host does not wait.
-    pub fn hold(&self, device: Device) -> Result<()> {
+    pub fn order_after(&self, device: Device) -> Result<()> {
         let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        events.drain(..).try_for_each(|event| event.hold(device))
+        events.drain(..).try_for_each(|event| event.order_after(device))
     }
 }
 
@@ -136,7 +136,7 @@ mod tests {
         let whole = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]);
         let mut tensors = [whole.shallow_clone(), whole.tr()];
         let copies = unloader.copies(&tensors, &departures).unwrap();
-        departures.hold(Device::Cpu).unwrap();
+        departures.order_after(Device::Cpu).unwrap();
         let _ = tensors[0].fill_(9.0);
         let bytes = |values: [f32; 6]| values.map(f32::to_le_bytes).concat();
         let wanted = [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]];

@@ -76,14 +76,14 @@ impl AxisRanks {
         self.members.iter().copied().filter(move |rank| *rank != me)
     }
 
-    /// Begins an exchange that every rank of the line begins. Messages about missing ranks name it `what`.
-    pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
+    /// Begins an exchange that every rank of the line begins. Messages about missing ranks name it `operation`.
+    pub fn begin<'a>(&'a self, operation: &'a str) -> Result<Exchange<'a>> {
         let alone =
             || Error::Foreign { call: "exchange tensors", reason: "this rank is alone".to_owned() };
         let peers = self.peers.as_ref().ok_or_else(alone)?;
         let comm = self.comm.as_deref();
         comm.map_or(Ok(()), CommThread::look)?;
-        let id = peers.next(self.axis, what)?;
-        Ok(Exchange::new(peers, what, id, self.device, comm))
+        let id = peers.next(self.axis, operation)?;
+        Ok(Exchange::new(peers, operation, id, self.device, comm))
     }
 }

@@ -25,7 +25,8 @@ struct CallbackOwner {
 /// An interface takes precedence over a host; without either libtorch chooses.
 pub(super) fn connect(
     store: &Arc<KeyValueStore>,
-    (rank, world): (u32, u32),
+    rank: u32,
+    world: u32,
     [interface, host]: [&str; 2],
     timeout: Duration,
 ) -> Result<*mut c_void> {

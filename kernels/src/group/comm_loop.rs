@@ -146,7 +146,7 @@ impl CommLoop {
             {
                 round.ticket.queued(end);
             }
-            return let_go(round);
+            return release(round);
         }
     }
 
@@ -155,7 +155,7 @@ impl CommLoop {
         for round in queued {
             if let Err(error) = self.through(&round) {
                 self.give_up(error, &round);
-                return let_go(round);
+                return release(round);
             }
             drop(round);
             self.shared.lock().passed += 1;
@@ -180,7 +180,7 @@ impl CommLoop {
         let Error::Foreign { call, reason } = error else { return error };
         let ranks: Vec<String> = round.partners().iter().map(u32::to_string).collect();
         let (me, others) = (self.peers.rank(), ranks.join(", "));
-        let reason = format!("{reason}, on rank {me} in {} with ranks {others}", round.what);
+        let reason = format!("{reason}, on rank {me} in {} with ranks {others}", round.operation);
         Error::Foreign { call, reason }
     }
 
@@ -217,12 +217,13 @@ impl CommLoop {
             if state.why.is_some() {
                 return Err(refused("given up"));
             }
-            state.call = Some((Instant::now(), round.what.clone()));
+            state.call = Some((Instant::now(), round.operation.clone()));
         }
         let queued = self.queue(stream, round);
         let in_time = self.shared.lock().call.take().is_some();
-        let heard = queued.and_then(|end| self.communicator.error().map(|()| end).map_err(refused));
-        match heard {
+        let has_no_error =
+            queued.and_then(|end| self.communicator.error().map(|()| end).map_err(refused));
+        match has_no_error {
             Ok(end) if in_time => round.ticket.queued(end),
             Ok(_) => return Err(refused("too late")),
             Err(error) => {
@@ -241,14 +242,14 @@ impl CommLoop {
     /// Tells the round's ranks that this one has reached the round, and waits for the same message from each of them.
     fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
         let missing = |peer, error| match late(&error) {
-            true => self.peers.stalled(&round.what, round.id, partners),
-            false => self.peers.missing(&round.what, round.id, peer, &error),
+            true => self.peers.stalled(&round.operation, round.id, partners),
+            false => self.peers.missing(&round.operation, round.id, peer, &error),
         };
         let (token, tag) = (|| Tensor::zeros([1], (Kind::Uint8, Device::Cpu)), self.party.token());
         let mut words = Vec::new();
         for rank in partners.iter().copied() {
-            let heard = self.peers.receive(rank, &token(), tag);
-            words.push((rank, heard.map_err(|error| missing(rank, error))?));
+            let has_no_error = self.peers.receive(rank, &token(), tag);
+            words.push((rank, has_no_error.map_err(|error| missing(rank, error))?));
         }
         for rank in partners.iter().copied() {
             let said = self.peers.send(rank, &token(), tag);
@@ -292,11 +293,11 @@ impl CommLoop {
         let (start, mut looked, [least, most]) = (Instant::now(), Instant::now(), LOOKS);
         loop {
             let over = end.is_over()?;
-            if self.heard()? && over {
+            if self.has_no_error()? && over {
                 return Ok(());
             }
             if !over && start.elapsed() > self.peers.timeout() {
-                return Err(self.peers.stalled(&round.what, round.id, &round.partners()));
+                return Err(self.peers.stalled(&round.operation, round.id, &round.partners()));
             }
             if looked.elapsed() > WORDS {
                 looked = Instant::now();
@@ -316,7 +317,7 @@ impl CommLoop {
 
     /// Whether the library was asked for errors and has none. It is not asked while the next round is being queued; a
     /// hang there is noticed by the threads that wait for the round ([`CommThread::look`]).
-    fn heard(&self) -> Result<bool> {
+    fn has_no_error(&self) -> Result<bool> {
         let _inside = match self.inside.try_lock() {
             Ok(inside) => inside,
             Err(TryLockError::Poisoned(inside)) => inside.into_inner(),
@@ -328,7 +329,7 @@ impl CommLoop {
 
 /// Drops a failed round after its stream has passed it. Giving up a communicator does not end its kernels, which could
 /// then write into memory that was freed and reused. A round that the stream does not pass in time is leaked.
-fn let_go(round: Round) {
+fn release(round: Round) {
     let (start, end) = (Instant::now(), round.ticket.end());
     while let Some(end) = end
         && start.elapsed() < PARTING[1]

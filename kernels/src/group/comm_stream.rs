@@ -73,7 +73,7 @@ impl Ticket {
 
 /// Transfers that are queued as one group call.
 pub(super) struct Round {
-    pub(super) what: String,
+    pub(super) operation: String,
     pub(super) id: ExchangeId,
     pub(super) sends: Vec<(u32, Tensor)>,
     pub(super) receives: Vec<(u32, Tensor)>,
@@ -84,9 +84,9 @@ pub(super) struct Round {
 
 impl Round {
     /// An empty round of the exchange `id`.
-    pub(super) fn new(what: &str, id: ExchangeId) -> Self {
+    pub(super) fn new(operation: &str, id: ExchangeId) -> Self {
         let (sends, receives, ticket) = (Vec::new(), Vec::new(), Arc::default());
-        Round { what: what.to_owned(), id, sends, receives, ready: None, ticket }
+        Round { operation: operation.to_owned(), id, sends, receives, ready: None, ticket }
     }
 
     pub(super) fn send(&mut self, to: u32, tensor: &Tensor) -> Arc<Ticket> {

@@ -99,7 +99,8 @@ impl CommThread {
     /// does not join within the deadline.
     pub(super) fn join(
         peers: &Arc<Peers>,
-        (device, stream): (Device, CommStream),
+        device: Device,
+        stream: CommStream,
         party: Members,
         id: UniqueId,
     ) -> std::result::Result<CommThread, String> {
@@ -107,7 +108,7 @@ impl CommThread {
         let (joined, answer) = channel();
         let (end, ended) = channel::<()>();
         let shared = Arc::<Shared>::default();
-        let (theirs, there) = (Arc::clone(peers), Arc::clone(&shared));
+        let (peers_there, shared_there) = (Arc::clone(peers), Arc::clone(&shared));
         let (axis, size) = (party.axis, party.members.len() as u32);
         let place = party.place(peers.rank()).map_err(|error| error.to_string())?;
         let run = move || {
@@ -121,7 +122,7 @@ impl CommThread {
             // If joining took too long, no one receives this any more.
             if joined.send(Ok(Arc::downgrade(&communicator))).is_ok() {
                 let inside = Mutex::default();
-                let (peers, shared) = (theirs, there);
+                let (peers, shared) = (peers_there, shared_there);
                 let both = CommLoop { peers, party, device, communicator, inside, shared };
                 Arc::new(both).issue_all(&stream, rounds, end);
             }
@@ -162,7 +163,7 @@ impl CommThread {
             let mut state = self.shared.lock();
             state.held = state.held.max(number);
             drop(state);
-            end.hold(device)?;
+            end.order_after(device)?;
         }
         Ok(())
     }
@@ -183,7 +184,7 @@ impl CommThread {
         }
         let late = state.call.take_if(|call| call.0.elapsed() > self.peers.timeout());
         drop(state);
-        late.map_or(Ok(()), |(_, what)| Err(self.held_up(&what)))
+        late.map_or(Ok(()), |(_, operation)| Err(self.held_up(&operation)))
     }
 
     /// Notes that the exchanges of this rank are over.
@@ -215,8 +216,8 @@ impl CommThread {
     }
 
     /// The communication thread hangs in a call: gives up the communicator from another thread.
-    fn held_up(&self, what: &str) -> Error {
-        let error = self.peers.held_up(what);
+    fn held_up(&self, operation: &str) -> Error {
+        let error = self.peers.held_up(operation);
         self.shared.lock().why.get_or_insert_with(|| error.to_string());
         let (communicator, device) = (self.communicator.upgrade(), self.device);
         let abort = move || {

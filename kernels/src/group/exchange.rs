@@ -24,7 +24,7 @@ use crate::Result;
 /// ([`super::Group::all_gather`]).
 pub struct Exchange<'a> {
     peers: &'a Peers,
-    what: &'a str,
+    operation: &'a str,
     id: ExchangeId,
     /// Where tensors live.
     device: Device,
@@ -42,7 +42,7 @@ pub struct Exchange<'a> {
 /// A tensor on its way here.
 pub struct Arrival<'a> {
     peers: &'a Peers,
-    what: &'a str,
+    operation: &'a str,
     id: ExchangeId,
     from: u32,
     tensor: Tensor,
@@ -59,13 +59,13 @@ pub(super) enum Transfer<'a> {
 impl<'a> Exchange<'a> {
     pub(super) fn new(
         peers: &'a Peers,
-        what: &'a str,
+        operation: &'a str,
         id: ExchangeId,
         device: Device,
         comm: Option<&'a CommThread>,
     ) -> Self {
         let (sends, open) = (VecDeque::new(), BTreeMap::new());
-        Exchange { peers, what, id, device, comm, sends, begun: 0, open, closed: 0 }
+        Exchange { peers, operation, id, device, comm, sends, begun: 0, open, closed: 0 }
     }
 
     /// This rank, from 0.
@@ -76,7 +76,7 @@ impl<'a> Exchange<'a> {
     /// Starts to send `tensor`, contiguous and on the group's device. It may be overwritten by work that is queued
     /// after [`Exchange::finish`] or after [`Exchange::left`] for it.
     pub fn send(&mut self, round: u64, to: u32, tensor: &Tensor) -> Result<()> {
-        self.heard()?;
+        self.check_comm()?;
         if tensor.numel() == 0 {
             return Ok(());
         }
@@ -87,7 +87,7 @@ impl<'a> Exchange<'a> {
                 // On a GPU this copies to host memory; on a CPU it is the tensor itself.
                 let plain = tensor.f_to_device(Device::Cpu)?;
                 let begun = self.peers.send(to, &plain, self.tag());
-                let missing = |error| self.peers.missing(self.what, self.id, to, &error);
+                let missing = |error| self.peers.missing(self.operation, self.id, to, &error);
                 Transfer::Plain(begun.map_err(missing)?)
             }
         };
@@ -105,10 +105,10 @@ impl<'a> Exchange<'a> {
     /// Waits until the first `count` sends have left, and releases their memory. Their rounds must be closed. Between
     /// devices the computing stream waits instead, and the communication thread releases the memory.
     pub fn left(&mut self, count: usize) -> Result<()> {
-        self.heard()?;
+        self.check_comm()?;
         while self.begun - self.sends.len() < count {
             let Some((to, way)) = self.sends.pop_front() else { break };
-            wait(self.peers, (self.what, self.id, to), way, self.device)?;
+            wait(self.peers, self.operation, self.id, to, way, self.device)?;
         }
         Ok(())
     }
@@ -121,7 +121,7 @@ impl<'a> Exchange<'a> {
         kind: Kind,
         count: i64,
     ) -> Result<Arrival<'a>> {
-        self.heard()?;
+        self.check_comm()?;
         let lies = if self.comm.is_some() { self.device } else { Device::Cpu };
         let tensor = Tensor::f_empty([count], (kind, lies))?;
         let way = match self.comm {
@@ -129,17 +129,17 @@ impl<'a> Exchange<'a> {
             Some(comm) => Some(Transfer::Issued(comm, self.round(round).receive(from, &tensor))),
             None => {
                 let begun = self.peers.receive(from, &tensor, self.tag());
-                let missing = |error| self.peers.missing(self.what, self.id, from, &error);
+                let missing = |error| self.peers.missing(self.operation, self.id, from, &error);
                 Some(Transfer::Plain(begun.map_err(missing)?))
             }
         };
-        let Exchange { peers, what, id, device, .. } = *self;
-        Ok(Arrival { peers, what, id, from, tensor, device, way })
+        let Exchange { peers, operation, id, device, .. } = *self;
+        Ok(Arrival { peers, operation, id, from, tensor, device, way })
     }
 
     /// Declares the rounds up to this one complete: over RCCL they are queued now, in order.
     pub fn close(&mut self, round: u64) -> Result<()> {
-        self.heard()?;
+        self.check_comm()?;
         self.closed = self.closed.max(round + 1);
         while let Some(first) = self.open.first_entry().filter(|first| *first.key() <= round) {
             let round = first.remove();
@@ -157,13 +157,13 @@ impl<'a> Exchange<'a> {
     }
 
     /// Fails if the communication thread has failed.
-    fn heard(&self) -> Result<()> {
+    fn check_comm(&self) -> Result<()> {
         self.comm.map_or(Ok(()), CommThread::look)
     }
 
     fn round(&mut self, round: u64) -> &mut Round {
         assert!(round >= self.closed, "round {round} is closed");
-        self.open.entry(round).or_insert_with(|| Round::new(self.what, self.id))
+        self.open.entry(round).or_insert_with(|| Round::new(self.operation, self.id))
     }
 
     fn tag(&self) -> c_int {
@@ -175,21 +175,23 @@ impl Arrival<'_> {
     /// The tensor on the group's device, once it has arrived. Between devices, what the calling thread queues from here
     /// on waits for it, and the host may read it. Its round must be closed.
     pub fn wait(self) -> Result<Tensor> {
-        let Arrival { peers, what, id, from, tensor, device, way } = self;
-        way.map_or(Ok(()), |way| wait(peers, (what, id, from), way, device))?;
+        let Arrival { peers, operation, id, from, tensor, device, way } = self;
+        way.map_or(Ok(()), |way| wait(peers, operation, id, from, way, device))?;
         Ok(tensor.f_to_device(device)?)
     }
 }
 
 fn wait(
     peers: &Peers,
-    (what, id, peer): (&str, ExchangeId, u32),
+    operation: &str,
+    id: ExchangeId,
+    peer: u32,
     way: Transfer<'_>,
     device: Device,
 ) -> Result<()> {
     match way {
         Transfer::Plain(work) => {
-            work.wait(peers.timeout()).map_err(|error| peers.missing(what, id, peer, &error))
+            work.wait(peers.timeout()).map_err(|error| peers.missing(operation, id, peer, &error))
         }
         Transfer::Issued(comm, ticket) => comm.wait(&ticket, device),
     }

@@ -18,20 +18,21 @@ use crate::{Error, Result};
 const FRAME: usize = 1024;
 
 impl Peers {
-    /// Sends `mine` to every rank and returns the bytes of all ranks, by rank. Lengths may differ.
-    pub(super) fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let mut exchange = Exchange::new(self, what, self.next(0, what)?, Device::Cpu, None);
+    /// Sends `message` to every rank and returns the bytes of all ranks, by rank. Lengths may differ.
+    pub(super) fn all_gather(&self, operation: &str, message: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let mut exchange =
+            Exchange::new(self, operation, self.next(0, operation)?, Device::Cpu, None);
         let machines = machines(self.nodes());
         let by_node = machines.len() > 1 && machines.len() < self.world() as usize;
         let found = match by_node {
-            true => self.by_node(&mut exchange, &machines, mine)?,
+            true => self.by_node(&mut exchange, &machines, message)?,
             false => {
                 let others: Vec<u32> = self.others().collect();
-                tell(&mut exchange, &others, mine)?;
+                send_bytes(&mut exchange, &others, message)?;
                 let mut found = vec![Vec::new(); self.world() as usize];
-                found[self.rank() as usize] = mine.to_vec();
-                for (from, heard) in others.iter().zip(hear(&mut exchange, &others)?) {
-                    found[*from as usize] = heard;
+                found[self.rank() as usize] = message.to_vec();
+                for (from, received) in others.iter().zip(receive_bytes(&mut exchange, &others)?) {
+                    found[*from as usize] = received;
                 }
                 found
             }
@@ -45,27 +46,30 @@ impl Peers {
         &self,
         exchange: &mut Exchange<'_>,
         machines: &[Range<u32>],
-        mine: &[u8],
+        message: &[u8],
     ) -> Result<Vec<Vec<u8>>> {
         let me = self.rank();
         let is_here = |machine: &&Range<u32>| machine.contains(&me);
         let here = machines.iter().find(is_here).cloned().unwrap_or(me..me + 1);
         if me != here.start {
-            tell(exchange, &[here.start], mine)?;
-            let all = hear(exchange, &[here.start])?.concat();
+            send_bytes(exchange, &[here.start], message)?;
+            let all = receive_bytes(exchange, &[here.start])?.concat();
             return opened(&all, self.world());
         }
         let members: Vec<u32> = (here.start + 1..here.end).collect();
         let leaders: Vec<u32> = machines.iter().map(|machine| machine.start).collect();
         let others: Vec<u32> = leaders.iter().copied().filter(|leader| *leader != me).collect();
-        let mut own = bundled(mine);
-        hear(exchange, &members)?.iter().for_each(|one| own.extend(bundled(one)));
-        tell(exchange, &others, &own)?;
-        let mut heard = hear(exchange, &others)?.into_iter();
-        let mut of = |leader: &u32| if *leader == me { Some(own.clone()) } else { heard.next() };
+        let mut all_here = bundled(message);
+        receive_bytes(exchange, &members)?
+            .iter()
+            .for_each(|bundle| all_here.extend(bundled(bundle)));
+        send_bytes(exchange, &others, &all_here)?;
+        let mut received = receive_bytes(exchange, &others)?.into_iter();
+        let mut of =
+            |leader: &u32| if *leader == me { Some(all_here.clone()) } else { received.next() };
         // Each machine holds consecutive ranks, so concatenating the machines' messages gives rank order.
         let all = leaders.iter().filter_map(&mut of).collect::<Vec<_>>().concat();
-        tell(exchange, &members, &all)?;
+        send_bytes(exchange, &members, &all)?;
         opened(&all, self.world())
     }
 }
@@ -83,7 +87,7 @@ fn machines(names: &[String]) -> Vec<Range<u32>> {
 
 /// Sends `bytes` to each of `to`. Up to a frame, the bytes travel in one message with their length: most messages are
 /// small.
-fn tell(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
+fn send_bytes(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
     let mut frame = vec![0; FRAME];
     frame[..8].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
     let inside = bytes.len().min(FRAME - 8);
@@ -97,7 +101,7 @@ fn tell(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
 }
 
 /// What each of `from` sends, in that order.
-fn hear(exchange: &mut Exchange<'_>, from: &[u32]) -> Result<Vec<Vec<u8>>> {
+fn receive_bytes(exchange: &mut Exchange<'_>, from: &[u32]) -> Result<Vec<Vec<u8>>> {
     let mut begin =
         |from: &u32, bytes: usize| exchange.receive(0, *from, Kind::Uint8, bytes as i64);
     let frames =

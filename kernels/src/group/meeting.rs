@@ -35,9 +35,9 @@ pub(super) fn announce(store: &KeyValueStore, place: &RankAddress, nonce: &Bytes
     let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let process = format!("process {} on {}", std::process::id(), machine.trim());
     let nonce: String = nonce.iter().map(|byte| format!("{byte:02x}")).collect();
-    let mine = format!("{HERE}{node}\n{process}\n{nonce}\n{world}");
-    let first = store.first(&key, &mine)?;
-    if first == mine {
+    let registration = format!("{HERE}{node}\n{process}\n{nonce}\n{world}");
+    let first = store.first(&key, &registration)?;
+    if first == registration {
         return Ok(());
     }
     let other = first.lines().nth(1).unwrap_or("another process");
@@ -74,16 +74,17 @@ fn read(said: &str) -> Option<Registration> {
 fn same_world(
     store: &KeyValueStore,
     place: &RankAddress,
-    (rank, said): (usize, &Registration),
+    rank: usize,
+    said: &Registration,
 ) -> Result<()> {
-    let (me, world, theirs, process) = (place.rank, place.world, said.world, &said.process);
-    if theirs == world {
+    let (me, world, other_world, process) = (place.rank, place.world, said.world, &said.process);
+    if other_world == world {
         return Ok(());
     }
     let what = format!(
-        "rank {me} is one of {world} ranks, rank {rank} ({process}) is one of {theirs}; start all with one WORLD_SIZE"
+        "rank {me} is one of {world} ranks, rank {rank} ({process}) is one of {other_world}; start all with one WORLD_SIZE"
     );
-    Err(mistaken(store, theirs, what)?)
+    Err(mistaken(store, other_world, what)?)
 }
 
 /// Lists ranks for a message.
@@ -118,7 +119,7 @@ pub(super) fn meet(
                 break;
             }
             *one = store.find(&format!("here/{rank}"))?.as_deref().and_then(read);
-            one.as_ref().map_or(Ok(()), |said| same_world(store, place, (rank, said)))?;
+            one.as_ref().map_or(Ok(()), |said| same_world(store, place, rank, said))?;
         }
         if found.iter().all(Option::is_some) {
             let said = |Registration { node, nonce, .. }: Registration| (node, nonce);
@@ -127,12 +128,14 @@ pub(super) fn meet(
         if let Some(word) = store.word()? {
             return Err(word.error());
         }
-        let who = || {
+        let waited_for = || {
             let (here, absent): (Vec<_>, Vec<_>) =
                 (0..found.len()).partition(|rank| found[*rank].is_some());
-            let strangers = store.strangers().ok().and_then(|strangers| strangers.words());
-            let strangers = strangers.map_or(String::new(), |words| format!("; {words}"));
-            format!("{}; {}{strangers}", listed("here", &here), listed("missing", &absent))
+            let unauthenticated =
+                store.unauthenticated().ok().and_then(|unauthenticated| unauthenticated.words());
+            let unauthenticated =
+                unauthenticated.map_or(String::new(), |words| format!("; {words}"));
+            format!("{}; {}{unauthenticated}", listed("here", &here), listed("missing", &absent))
         };
         if lived() - start > timeout {
             return Err(Error::Missing {
@@ -140,13 +143,13 @@ pub(super) fn meet(
                     "of {world} ranks some did not come to {host}:{port} within {}: {}; check that they were started, \
                      with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
                     seconds(timeout),
-                    who()
+                    waited_for()
                 ),
             });
         }
         if lived() - start > told + PATIENCE {
             told = lived() - start;
-            tell(&format!("waiting at {host}:{port} for {world} ranks: {}", who()));
+            tell(&format!("waiting at {host}:{port} for {world} ranks: {}", waited_for()));
         }
         std::thread::sleep(LOOK);
     }

@@ -43,10 +43,10 @@ mod rendezvous;
 mod server;
 mod store;
 #[cfg(test)]
-mod stranger_tests;
-#[cfg(test)]
 mod tests;
 mod transport;
+#[cfg(test)]
+mod unauthenticated_tests;
 mod whereabouts;
 mod wire;
 mod word;
@@ -234,19 +234,19 @@ impl Group {
         self.peers.iter().for_each(|peers| peers.give_up(why));
     }
 
-    /// Sends `mine` to every rank and returns the bytes of all ranks, by rank. Lengths may differ. Fails without
+    /// Sends `message` to every rank and returns the bytes of all ranks, by rank. Lengths may differ. Fails without
     /// sending if a transfer of this rank has failed: see [`Group::settled`].
-    pub fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+    pub fn all_gather(&self, operation: &str, message: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.settled()?;
         match &self.peers {
-            Some(peers) => peers.all_gather(what, mine),
-            None => Ok(vec![mine.to_vec()]),
+            Some(peers) => peers.all_gather(operation, message),
+            None => Ok(vec![message.to_vec()]),
         }
     }
 
     /// Waits until every rank has reached the barrier.
-    pub fn barrier(&self, what: &str) -> Result<()> {
-        self.all_gather(what, &[]).map(|_| ())
+    pub fn barrier(&self, operation: &str) -> Result<()> {
+        self.all_gather(operation, &[]).map(|_| ())
     }
 
     /// Reports why this rank stops, for the ranks that will miss it. The first report stands.
@@ -256,8 +256,8 @@ impl Group {
 
     /// Connections that the store refused because they did not prove the run's key; none if the store cannot be
     /// reached.
-    pub fn strangers(&self) -> UnauthenticatedConnections {
-        self.peers.as_ref().and_then(|peers| peers.strangers()).unwrap_or_default()
+    pub fn unauthenticated(&self) -> UnauthenticatedConnections {
+        self.peers.as_ref().and_then(|peers| peers.unauthenticated()).unwrap_or_default()
     }
 
     /// If the report that stands says that ranks are lost: these ranks, as far as known. `None` if there is no report,
@@ -318,12 +318,12 @@ impl Group {
         self.bulk.comm.is_some()
     }
 
-    /// Begins an exchange that every rank begins; messages about missing ranks name it `what` ("the gathering of
+    /// Begins an exchange that every rank begins; messages about missing ranks name it `operation` ("the gathering of
     /// gradients"). Tensors travel as [`Group::choose_transport`] has agreed; before that call, between CPUs over Gloo.
-    pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
+    pub fn begin<'a>(&'a self, operation: &'a str) -> Result<Exchange<'a>> {
         let (peers, comm) = (self.peers()?, self.bulk.comm.as_deref());
         comm.map_or(Ok(()), CommThread::look)?;
-        Ok(Exchange::new(peers, what, peers.next(0, what)?, self.device(), comm))
+        Ok(Exchange::new(peers, operation, peers.next(0, operation)?, self.device(), comm))
     }
 
     /// Runs one of libtorch's own collectives on f32 tensors: for the benchmark only, never for training.

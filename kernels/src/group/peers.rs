@@ -102,8 +102,9 @@ impl Peers {
         tell: &dyn Fn(&str),
     ) -> Result<Peers> {
         let RankAddress { rank, world, host, port, interface, .. } = place;
-        let mine = nonce()?;
-        let met = announce(&store, place, &mine).and_then(|()| meet(&store, place, timeout, tell));
+        let own_nonce = nonce()?;
+        let met =
+            announce(&store, place, &own_nonce).and_then(|()| meet(&store, place, timeout, tell));
         let met = met.inspect_err(|error| {
             if let Error::Mistaken { .. } = error {
                 linger(place);
@@ -113,7 +114,7 @@ impl Peers {
         // On one machine its own host name may not resolve; the loopback always works.
         let device_host = if is_loopback(host) { "127.0.0.1" } else { "" };
         let store = Arc::new(store);
-        let connected = bridge::connect(&store, (*rank, *world), [interface, device_host], timeout);
+        let connected = bridge::connect(&store, *rank, *world, [interface, device_host], timeout);
         let handle = connected.map_err(|error| match error {
             Error::Reported { .. } | Error::Mistaken { .. } | Error::Short { .. } => error,
             error => Error::Missing {
@@ -190,8 +191,8 @@ impl Peers {
     }
 
     /// Connections that the store refused for lack of the run's key; `None` if the store does not answer.
-    pub(super) fn strangers(&self) -> Option<UnauthenticatedConnections> {
-        self.store.strangers().ok()
+    pub(super) fn unauthenticated(&self) -> Option<UnauthenticatedConnections> {
+        self.store.unauthenticated().ok()
     }
 
     pub(super) fn wait_at_most(&mut self, timeout: Duration) {
@@ -265,12 +266,12 @@ impl Peers {
     }
 
     /// Publishes that the next exchange of an axis begins; returns its id.
-    pub(super) fn next(&self, axis: usize, what: &str) -> Result<ExchangeId> {
+    pub(super) fn next(&self, axis: usize, operation: &str) -> Result<ExchangeId> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.begun[axis] += 1;
-        now.exchange = what.to_owned();
+        now.exchange = operation.to_owned();
         if let Err(error) = now.post(&self.store, self.place.rank) {
-            return Err(self.without_store(what, &error));
+            return Err(self.without_store(operation, &error));
         }
         Ok(ExchangeId { axis, number: now.begun[axis] })
     }
@@ -319,13 +320,19 @@ impl Peers {
     }
 
     /// The error for a `peer` that could not be reached in exchange `id`.
-    pub(super) fn missing(&self, what: &str, id: ExchangeId, peer: u32, error: &Error) -> Error {
+    pub(super) fn missing(
+        &self,
+        operation: &str,
+        id: ExchangeId,
+        peer: u32,
+        error: &Error,
+    ) -> Error {
         if late(error) {
-            return self.stalled(what, id, &[peer]);
+            return self.stalled(operation, id, &[peer]);
         }
         match self.word_of_another() {
             Some(word) => word.error(),
-            None => self.blame(what, vec![peer], false),
+            None => self.blame(operation, vec![peer], false),
         }
     }
 
@@ -333,7 +340,7 @@ impl Peers {
     /// not come as far as this exchange, or else the partners. But a suspect may itself be waiting for some other rank.
     /// So each rank that times out writes this into the store. Of the ranks that do not, the suspects are missing, or
     /// all if there are no suspects among them.
-    pub(super) fn stalled(&self, what: &str, id: ExchangeId, partners: &[u32]) -> Error {
+    pub(super) fn stalled(&self, operation: &str, id: ExchangeId, partners: &[u32]) -> Error {
         if let Some(word) = self.word() {
             return word.error();
         }
@@ -342,7 +349,7 @@ impl Peers {
         let silent = self.silent(self.others().collect());
         let near = silent.iter().copied().filter(|rank| suspects.contains(rank)).collect();
         let lost = [near, silent, suspects].into_iter().find(|lost| !lost.is_empty());
-        self.blame(what, lost.unwrap_or_default(), true)
+        self.blame(operation, lost.unwrap_or_default(), true)
     }
 
     /// Notes in the store that this rank timed out, and returns which of `suspects` do not do so too. A single suspect
@@ -370,7 +377,7 @@ impl Peers {
     }
 
     /// Reports that these ranks are missing, unless a report stands already.
-    fn blame(&self, what: &str, mut lost: Vec<u32>, late: bool) -> Error {
+    fn blame(&self, operation: &str, mut lost: Vec<u32>, late: bool) -> Error {
         lost.sort_unstable();
         let numbers = lost.clone();
         let seen = |rank: &u32| {
@@ -383,15 +390,15 @@ impl Peers {
         } else {
             "is gone".to_owned()
         };
-        let mine = format!("a rank {how}: {lost}; missed in {what} at {}", self.here());
-        self.speak(what, numbers, mine)
+        let report = format!("a rank {how}: {lost}; missed in {operation} at {}", self.here());
+        self.report_once(operation, numbers, report)
     }
 
     /// The error when this rank itself hangs in a library call.
-    pub(super) fn held_up(&self, what: &str) -> Error {
+    pub(super) fn held_up(&self, operation: &str) -> Error {
         let (time, here) = (seconds(self.timeout), self.here());
-        let mine = format!("a call for {what} did not return within {time}, at {here}");
-        self.speak(what, Vec::new(), mine)
+        let report = format!("a call for {operation} did not return within {time}, at {here}");
+        self.report_once(operation, Vec::new(), report)
     }
 
     /// What this rank is doing.
@@ -400,13 +407,13 @@ impl Peers {
     }
 
     /// Reports that this rank misses others, unless a report stands already.
-    fn speak(&self, what: &str, lost: Vec<u32>, mine: String) -> Error {
-        let text = format!("rank {}: {mine}", self.place.rank);
+    fn report_once(&self, operation: &str, lost: Vec<u32>, report: String) -> Error {
+        let text = format!("rank {}: {report}", self.place.rank);
         match self.store.leave(&StopReason::loses(lost, text)) {
-            Err(error) => self.without_store(what, &error),
+            Err(error) => self.without_store(operation, &error),
             Ok(None) => {
                 self.spoke_first.store(true, Ordering::Relaxed);
-                Error::Missing { what: mine }
+                Error::Missing { what: report }
             }
             Ok(Some(first)) => first.error(),
         }
@@ -436,13 +443,13 @@ impl Peers {
         None
     }
 
-    fn without_store(&self, what: &str, error: &Error) -> Error {
+    fn without_store(&self, operation: &str, error: &Error) -> Error {
         let holder = if self.place.rank_0_serves { "rank 0" } else { "the launcher" };
         // This rank is cut off, so no other rank can report for it.
         self.spoke_first.store(true, Ordering::Relaxed);
         Error::Missing {
             what: format!(
-                "{holder}, which holds the store, is gone or cut off: missed in {what} ({error})"
+                "{holder}, which holds the store, is gone or cut off: missed in {operation} ({error})"
             ),
         }
     }
@@ -473,9 +480,11 @@ fn linger(place: &RankAddress) {
 /// them report that; otherwise the other one would wait for the rest in vain.
 fn taken(place: &RankAddress, reason: &str) -> Error {
     let RankAddress { rank, host, port, name, key, .. } = place;
-    if let (Some(store), Ok(mine)) = (KeyValueStore::ready(host, *port, name, key, WORD), nonce()) {
+    if let (Some(store), Ok(own_nonce)) =
+        (KeyValueStore::ready(host, *port, name, key, WORD), nonce())
+    {
         // If this process registers first, the other one detects the conflict.
-        let told = announce(&store, place, &mine).and_then(|()| store.wait("nobody", WORD));
+        let told = announce(&store, place, &own_nonce).and_then(|()| store.wait("nobody", WORD));
         if let Err(error @ Error::Mistaken { .. }) = told {
             return error;
         }

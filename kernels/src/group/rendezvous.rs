@@ -78,7 +78,7 @@ pub struct Rendezvous {
     standby: BTreeMap<u32, (String, u16)>,
     /// This rank's standby store, and how many of its refused connections were reported.
     ready: Option<KeyValueStore>,
-    told: AtomicU64,
+    reported: AtomicU64,
     /// The rank that holds the current store, if one does.
     holder: Option<u32>,
     /// The place at launch, with the current store.
@@ -109,7 +109,7 @@ impl Rendezvous {
             }
         }
         let stood = (0, members.clone());
-        let alone = Rendezvous::new(store, place, (0, members), stood);
+        let alone = Rendezvous::new(store, place, 0, members, stood);
         Ok(Rendezvous { _held: group.store(), standby, ready: own, holder, ..alone })
     }
 
@@ -117,12 +117,24 @@ impl Rendezvous {
     fn new(
         store: KeyValueStore,
         place: &RankAddress,
-        (generation, members): (u64, Vec<u32>),
+        generation: u64,
+        members: Vec<u32>,
         stood: (u64, Vec<u32>),
     ) -> Rendezvous {
-        let (standby, told, place) = (BTreeMap::new(), AtomicU64::new(0), place.clone());
+        let (standby, reported, place) = (BTreeMap::new(), AtomicU64::new(0), place.clone());
         let (_held, ready, holder) = (None, None, None);
-        Rendezvous { store, _held, standby, ready, told, holder, place, generation, members, stood }
+        Rendezvous {
+            store,
+            _held,
+            standby,
+            ready,
+            reported,
+            holder,
+            place,
+            generation,
+            members,
+            stood,
+        }
     }
 
     /// For a restarted rank that replaces a lost one, under a launcher: returns once a generation includes it. If that
@@ -154,7 +166,7 @@ impl Rendezvous {
         let list = if last > 0 { store.find(&members_key(last))? } else { None };
         let stood = (last, list.map_or_else(|| (0..place.world).collect(), |list| read(&list)));
         store.set(&born(me), &generation.to_string())?;
-        Ok(Rendezvous::new(store, place, (generation, members), stood))
+        Ok(Rendezvous::new(store, place, generation, members, stood))
     }
 
     /// For a rank that was launched at `place`, under a launcher, and could not meet the others: lets it meet the
@@ -175,7 +187,7 @@ impl Rendezvous {
         }
         let members: Vec<u32> = (0..place.world).collect();
         let (store, stood) = (reach(&meeting(&place.name))?, (0, members.clone()));
-        Ok(Some(Rendezvous::new(store, place, (0, members), stood)))
+        Ok(Some(Rendezvous::new(store, place, 0, members, stood)))
     }
 
     /// Changes since the last generation that was connected. Call it once this one is connected: it records that it is.
@@ -207,15 +219,20 @@ impl Rendezvous {
     }
 
     /// Reports to the current store the connections that this rank's standby store refused. Best effort.
-    pub fn tell_of_strangers(&self) {
-        let Some(strangers) = self.ready.as_ref().and_then(|ready| ready.strangers().ok()) else {
+    pub fn report_unauthenticated(&self) {
+        let Some(unauthenticated) =
+            self.ready.as_ref().and_then(|ready| ready.unauthenticated().ok())
+        else {
             return;
         };
-        let new = strangers.refused - self.told.swap(strangers.refused, Ordering::Relaxed);
+        let new = unauthenticated.refused
+            - self.reported.swap(unauthenticated.refused, Ordering::Relaxed);
         // If the standby store has become the current one, they are counted already.
         if new > 0 && self.holder != Some(self.place.rank) {
-            let _ =
-                self.store.add_strangers(&UnauthenticatedConnections { refused: new, ..strangers });
+            let _ = self.store.add_unauthenticated(&UnauthenticatedConnections {
+                refused: new,
+                ..unauthenticated
+            });
         }
     }
 
@@ -308,7 +325,7 @@ impl Rendezvous {
     }
 
     /// Connects this generation. If this fails, another rank was lost meanwhile: agree on the next generation.
-    pub fn group(&self, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
+    pub fn group(&self, timeout: Duration, report_lost: &dyn Fn(&str)) -> Result<Group> {
         let position = |id: &u32| *id == self.place.rank;
         let rank = self.members.iter().position(position).unwrap_or_default() as u32;
         let world = self.members.len() as u32;
@@ -317,7 +334,7 @@ impl Rendezvous {
         }
         let name = generation_name(&self.place.name, self.generation);
         let place = RankAddress { rank, world, name, ..self.place.clone() };
-        let mut group = Group::join(&place, self.place.rank, timeout.min(CONNECT), tell)?;
+        let mut group = Group::join(&place, self.place.rank, timeout.min(CONNECT), report_lost)?;
         group.wait_at_most(timeout);
         Ok(group)
     }
@@ -385,7 +402,7 @@ impl Agent {
         self.members()?;
         if !well {
             self.ended.insert(rank, how.to_owned());
-            self.tell(&[rank])?;
+            self.report_lost(&[rank])?;
         }
         Ok(())
     }
@@ -397,7 +414,7 @@ impl Agent {
             self.members = read(&list);
             // They may have ended after they came to the meeting and before it was closed.
             let lost: Vec<u32> = self.ended.keys().copied().collect();
-            self.tell(&lost)?;
+            self.report_lost(&lost)?;
         }
         let (now, members) = (self.generation, &self.members);
         self.back.retain(|rank, started| *started == now || !members.contains(rank));
@@ -416,7 +433,7 @@ impl Agent {
     }
 
     /// Reports to the members of this generation that some of them are lost.
-    fn tell(&self, lost: &[u32]) -> Result<()> {
+    fn report_lost(&self, lost: &[u32]) -> Result<()> {
         let position = |rank: &u32| self.members.iter().position(|member| member == rank);
         let lost: Vec<u32> = lost.iter().filter(|rank| position(rank).is_some()).copied().collect();
         if lost.is_empty() || self.members.len() == 1 {

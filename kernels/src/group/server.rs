@@ -91,7 +91,7 @@ struct OpenConnections {
     came: u64,
     unproven: VecDeque<(u64, TcpStream)>,
     proven: BTreeMap<u64, TcpStream>,
-    strangers: UnauthenticatedConnections,
+    unauthenticated: UnauthenticatedConnections,
     short: Option<ResourceShortage>,
 }
 
@@ -212,14 +212,14 @@ impl ServerState {
         let number = self.callers().receive(copy);
         let shared = Arc::clone(self);
         let thread = thread::Builder::new().stack_size(STACK).spawn(move || {
-            shared.hear(stream, from, number);
+            shared.serve(stream, from, number);
             shared.callers().proven.remove(&number);
         });
         thread.map(drop).inspect_err(|_| drop(self.callers().take(number)))
     }
 
     /// Serves a caller that proves the key; counts one that does not.
-    fn hear(&self, stream: TcpStream, from: SocketAddr, number: u64) {
+    fn serve(&self, stream: TcpStream, from: SocketAddr, number: u64) {
         let mut proved = false;
         let admitted =
             Connection::new(stream).map_err(ConnectionError::from).and_then(|mut connection| {
@@ -254,8 +254,8 @@ impl ServerState {
             _ => "it left without proving the key",
         };
         if !self.over.load(Ordering::Acquire) {
-            callers.strangers.refused += 1;
-            callers.strangers.last = format!("{from} ({why})");
+            callers.unauthenticated.refused += 1;
+            callers.unauthenticated.last = format!("{from} ({why})");
         }
     }
 
@@ -275,12 +275,12 @@ impl ServerState {
                 values.remove(key);
                 None
             }
-            RequestKind::Strangers => Some(self.callers().strangers.written()),
+            RequestKind::Unauthenticated => Some(self.callers().unauthenticated.written()),
             RequestKind::Others => {
                 let others = UnauthenticatedConnections::read(value)?;
-                let strangers = &mut self.callers().strangers;
-                strangers.refused = strangers.refused.saturating_add(others.refused);
-                strangers.last = others.last;
+                let unauthenticated = &mut self.callers().unauthenticated;
+                unauthenticated.refused = unauthenticated.refused.saturating_add(others.refused);
+                unauthenticated.last = others.last;
                 None
             }
         }
@@ -313,13 +313,13 @@ mod tests {
         lack(just, just);
         assert!(server.trouble().is_none(), "it may pass");
         let streams = (0..FLOOD).map(|_| TcpStream::connect(address).unwrap());
-        let strangers: Vec<_> = streams.collect();
+        let unauthenticated: Vec<_> = streams.collect();
         while server.held.callers().unproven.len() < FLOOD {
             thread::sleep(Duration::from_millis(1));
         }
         lack(long, just);
         assert!(server.trouble().is_none(), "those who hold them have to go");
-        drop(strangers);
+        drop(unauthenticated);
     }
 
     /// What a flood of strangers can do to a rank that is just proving the key.
@@ -332,9 +332,9 @@ mod tests {
         let mut greeting = [0; 2 * PROOF];
         caller.read_exact(&mut greeting).unwrap();
         let mut callers = server.held.callers();
-        let mine = nonce().unwrap();
-        let proof = key.proof("caller", &[&greeting[PROOF..], &mine]);
-        caller.write_all(&[mine, proof].concat()).unwrap();
+        let own_nonce = nonce().unwrap();
+        let proof = key.proof("caller", &[&greeting[PROOF..], &own_nonce]);
+        caller.write_all(&[own_nonce, proof].concat()).unwrap();
         // Enough time to admit it if the server did not check whether it was dropped.
         thread::sleep(Duration::from_millis(100));
         callers.let_first_go();
@@ -342,6 +342,10 @@ mod tests {
         let mut verdict = Vec::new();
         caller.read_to_end(&mut verdict).unwrap();
         assert_eq!(verdict, [0_u8; 0]);
-        assert_eq!(server.held.callers().strangers.refused, 0, "it has the key, and comes again");
+        assert_eq!(
+            server.held.callers().unauthenticated.refused,
+            0,
+            "it has the key, and comes again"
+        );
     }
 }

@@ -165,13 +165,13 @@ impl KeyValueStore {
     }
 
     /// Connections that were refused because they did not prove the run's key.
-    pub fn strangers(&self) -> Result<UnauthenticatedConnections> {
-        let said = self.ask(RequestKind::Strangers, "", &[])?.unwrap_or_default();
+    pub fn unauthenticated(&self) -> Result<UnauthenticatedConnections> {
+        let said = self.ask(RequestKind::Unauthenticated, "", &[])?.unwrap_or_default();
         Ok(UnauthenticatedConnections::read(&said).unwrap_or_default())
     }
 
     /// Adds the refused connections of another store.
-    pub(super) fn add_strangers(&self, others: &UnauthenticatedConnections) -> Result<()> {
+    pub(super) fn add_unauthenticated(&self, others: &UnauthenticatedConnections) -> Result<()> {
         self.ask(RequestKind::Others, "", &others.written()).map(|_| ())
     }
 

@@ -36,14 +36,14 @@ fn ranks<T: Send>(world: u32, timeout: Duration, work: impl Fn(Group) -> T + Syn
 #[test]
 fn everybody_hears_everybody() {
     for world in [1, 2, 3, 5] {
-        let heard = ranks(world, SECONDS, |group| {
-            let mine = vec![group.rank() as u8; group.rank() as usize * 508];
-            let heard = group.all_gather("a test", &mine).unwrap();
+        let gathered = ranks(world, SECONDS, |group| {
+            let message = vec![group.rank() as u8; group.rank() as usize * 508];
+            let gathered = group.all_gather("a test", &message).unwrap();
             group.barrier("the end").unwrap();
-            heard
+            gathered
         });
         let wanted: Vec<_> = (0..world).map(|rank| vec![rank as u8; rank as usize * 508]).collect();
-        assert!(heard.iter().all(|heard| *heard == wanted), "{world} ranks");
+        assert!(gathered.iter().all(|gathered| *gathered == wanted), "{world} ranks");
     }
 }
 
@@ -376,18 +376,18 @@ fn nap(rank: u32, at: u64) {
     thread::sleep(Duration::from_micros((mixed >> 7) % 2000));
 }
 
-/// Sends `mine` to all of `others` and checks that each sends what `theirs` says.
-fn trade(mut exchange: Exchange<'_>, others: &[u32], mine: i64, theirs: impl Fn(u32) -> i64) {
+/// Sends `number` to all of `others` and checks that each sends what `number_of` says.
+fn trade(mut exchange: Exchange<'_>, others: &[u32], number: i64, number_of: impl Fn(u32) -> i64) {
     let mut arrivals = Vec::new();
     for from in others {
         arrivals.push((*from, exchange.receive(0, *from, Kind::Int64, 3).unwrap()));
     }
     for to in others {
-        exchange.send(0, *to, &Tensor::from_slice(&[mine; 3])).unwrap();
+        exchange.send(0, *to, &Tensor::from_slice(&[number; 3])).unwrap();
     }
     exchange.close(0).unwrap();
     for (from, arrival) in arrivals {
-        assert_eq!(Vec::<i64>::try_from(arrival.wait().unwrap()).unwrap(), [theirs(from); 3]);
+        assert_eq!(Vec::<i64>::try_from(arrival.wait().unwrap()).unwrap(), [number_of(from); 3]);
     }
     exchange.finish().unwrap();
 }
@@ -407,8 +407,8 @@ fn a_layer_exchanges_while_gradients_are_under_way() {
                 for layer in 0..6 {
                     nap(me, step * 100 + layer);
                     if layer == (step + u64::from(me)) % 6 {
-                        let mine = Tensor::from_slice(&[step as i64, i64::from(me)]);
-                        group.others().for_each(|to| gradients.send(0, to, &mine).unwrap());
+                        let tensor = Tensor::from_slice(&[step as i64, i64::from(me)]);
+                        group.others().for_each(|to| gradients.send(0, to, &tensor).unwrap());
                     }
                     for (index, axis) in axes.iter().enumerate() {
                         let value = |rank: u32| {
@@ -512,9 +512,9 @@ fn outlive(rank: u32, port: u16, rank_0_serves: bool, leavers: &[u32]) {
         let left: Vec<u32> = (0..5).filter(|one| !leavers[..=gone].contains(one)).collect();
         assert!(rendezvous.generation() > gone as u64);
         assert_eq!(rendezvous.members(), left);
-        let heard = group.all_gather("who is here", &[rank as u8]).unwrap();
-        let heard: Vec<u32> = heard.iter().map(|one| u32::from(one[0])).collect();
-        assert_eq!(heard, left, "numbered anew, in the same order");
+        let gathered = group.all_gather("who is here", &[rank as u8]).unwrap();
+        let gathered: Vec<u32> = gathered.iter().map(|bytes| u32::from(bytes[0])).collect();
+        assert_eq!(gathered, left, "numbered anew, in the same order");
     }
 }
 

@@ -70,21 +70,22 @@ impl Group {
             _ => Ok([0; 128]),
         };
         let against = stream.as_ref().err().or(named.as_ref().err()).cloned();
-        let mut mine = vec![wish as u8, u8::from(against.is_some())];
-        mine.extend(named.unwrap_or([0; 128]));
-        mine.extend(against.unwrap_or_default().into_bytes());
-        let heard = self.all_gather("the choice of a transport", &mine)?;
-        let words: Vec<TransportRequest> = heard.iter().map(|word| read(word)).collect();
+        let mut message = vec![wish as u8, u8::from(against.is_some())];
+        message.extend(named.unwrap_or([0; 128]));
+        message.extend(against.unwrap_or_default().into_bytes());
+        let gathered = self.all_gather("the choice of a transport", &message)?;
+        let words: Vec<TransportRequest> = gathered.iter().map(|word| read(word)).collect();
         let (mut chosen, mut comm) = (decide(&words)?, None);
         if let (true, Ok(stream)) = (chosen.rccl, stream) {
             let mut id = UniqueId { bytes: [0; 128] };
-            id.bytes.copy_from_slice(&heard[0][2..130]);
+            id.bytes.copy_from_slice(&gathered[0][2..130]);
             let party = Members { axis: 0, members: (0..self.world()).collect() };
-            let joined = CommThread::join(peers, (device, stream), party, id);
+            let joined = CommThread::join(peers, device, stream, party, id);
             let against = joined.as_ref().err().cloned();
-            let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
-            let heard = self.all_gather("the joining of a communicator", &mine)?;
-            let words: Vec<TransportRequest> = heard.iter().map(|word| joined_word(word)).collect();
+            let message = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
+            let gathered = self.all_gather("the joining of a communicator", &message)?;
+            let words: Vec<TransportRequest> =
+                gathered.iter().map(|word| joined_word(word)).collect();
             chosen = decide(&words)?;
             comm = joined.ok().filter(|_| chosen.rccl);
             chosen.release = Library::open().and_then(Library::version).ok();
@@ -107,7 +108,7 @@ impl Group {
         let refused = |reason| Error::Foreign { call: "join a line of devices", reason };
         let stream = CommStream::new(device).map_err(refused)?;
         let id = named(peers, &party)?;
-        let comm = Arc::new(CommThread::join(peers, (device, stream), party, id).map_err(refused)?);
+        let comm = Arc::new(CommThread::join(peers, device, stream, party, id).map_err(refused)?);
         along.insert(axis, (members, Arc::clone(&comm)));
         Ok(Some(comm))
     }
@@ -126,8 +127,8 @@ fn named(peers: &Peers, Members { axis, members }: &Members) -> Result<UniqueId>
     let others = || members.iter().filter(|rank| **rank != me);
     let receive = |rank: &u32| exchange.receive(0, *rank, Kind::Uint8, 128);
     let arrivals = others().map(receive).collect::<Result<Vec<_>>>()?;
-    let mine = Tensor::from_slice(&id.bytes);
-    others().try_for_each(|rank| exchange.send(0, *rank, &mine))?;
+    let payload = Tensor::from_slice(&id.bytes);
+    others().try_for_each(|rank| exchange.send(0, *rank, &payload))?;
     for (at, arrival) in arrivals.into_iter().enumerate() {
         let heard = arrival.wait()?;
         // Every rank but the first receives the first rank's id first.

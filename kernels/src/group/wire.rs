@@ -126,12 +126,12 @@ impl Connection {
         deadline: Deadline,
         enter: impl FnOnce() -> io::Result<()>,
     ) -> Result<(), ConnectionError> {
-        let mine = drawn()?;
-        self.write(&[*MAGIC, mine].concat(), deadline)?;
+        let nonce = drawn()?;
+        self.write(&[*MAGIC, nonce].concat(), deadline)?;
         let said: [u8; 2 * PROOF] = self.read(deadline)?;
-        let (theirs, proof) = said.split_at(PROOF);
-        let known = same(&key.proof("caller", &[&mine, theirs]), proof);
-        let answer = if known { key.proof("store", &[&mine, theirs]) } else { [0; PROOF] };
+        let (other_nonce, proof) = said.split_at(PROOF);
+        let known = same(&key.proof("caller", &[&nonce, other_nonce]), proof);
+        let answer = if known { key.proof("store", &[&nonce, other_nonce]) } else { [0; PROOF] };
         if known {
             enter()?;
         }
@@ -150,16 +150,16 @@ impl Connection {
         deadline: Deadline,
     ) -> Result<(), ConnectionError> {
         let said: [u8; 2 * PROOF] = self.read(deadline)?;
-        let (magic, theirs) = said.split_at(PROOF);
+        let (magic, other_nonce) = said.split_at(PROOF);
         if magic != MAGIC {
             return Err(ConnectionError::Stranger(
                 "what listens there is not a store of this program",
             ));
         }
-        let mine = drawn()?;
-        self.write(&[mine, key.proof("caller", &[theirs, &mine])].concat(), deadline)?;
+        let nonce = drawn()?;
+        self.write(&[nonce, key.proof("caller", &[other_nonce, &nonce])].concat(), deadline)?;
         let said: [u8; 1 + PROOF] = self.read(deadline)?;
-        match (said[0], same(&key.proof("store", &[theirs, &mine]), &said[1..])) {
+        match (said[0], same(&key.proof("store", &[other_nonce, &nonce]), &said[1..])) {
             (1, true) => Ok(()),
             (0, _) => Err(ConnectionError::Stranger("it refused this rank's run key")),
             _ => Err(ConnectionError::Stranger("it does not have this rank's run key")),
@@ -190,7 +190,7 @@ pub(super) enum RequestKind {
     /// Returns the value of a key.
     Find = 3,
     /// Returns the refused connections.
-    Strangers = 4,
+    Unauthenticated = 4,
     /// Adds refused connections of another store.
     Others = 5,
     /// Removes a key and its value.
@@ -232,7 +232,7 @@ pub(super) fn answer_all(
             RequestKind::Set,
             RequestKind::First,
             RequestKind::Find,
-            RequestKind::Strangers,
+            RequestKind::Unauthenticated,
             RequestKind::Others,
             RequestKind::Forget,
         ];

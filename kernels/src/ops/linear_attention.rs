@@ -121,7 +121,8 @@ impl Recurrence {
     pub fn before(
         &self,
         of: &Features,
-        (grad, span): (&Tensor, AttentionSpan),
+        grad: &Tensor,
+        span: AttentionSpan,
         after: &RecurrentState,
     ) -> Result<RecurrentState> {
         let mut state = copy(after);
@@ -148,7 +149,8 @@ impl Recurrence {
     pub fn back(
         &self,
         of: &Features,
-        (grad, span): (&Tensor, AttentionSpan),
+        grad: &Tensor,
+        span: AttentionSpan,
         before: &RecurrentState,
         after: &RecurrentState,
     ) -> Result<Vec<Features>> {

@@ -248,7 +248,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         branch: &Tensor,
         residual: &Tensor,
         by: ResidualScaling,
-        (weight, eps): (&Tensor, f64),
+        weight: &Tensor,
+        eps: f64,
     ) -> Result<[Tensor; 3]> {
         let sum = self.residual(branch, residual, by)?;
         let (out, factors) = self.rms_norm(&sum, weight, eps)?;
@@ -317,7 +318,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: (Tensor, Kind),
+        grad: Tensor,
+        kind: Kind,
     ) -> Result<QueryKeyGrads>;
 
     /// `silu(gate) * up` of `[P, 2 I]` float, the gate first: `[P, I]` in its kind.

@@ -5,13 +5,13 @@
 //!           documents cut
 //! of each length
 //!   ends    for each pack: the number of pieces up to its end                 u64
-//!   lacking for each pack with padding: how much                              u32
+//!   padding for each pack with padding: how much                              u32
 //!   pieces  pack after pack: first token, tokens                              u64, u32
 //!   places  the pieces by first token: first token, pack, offset, tokens      u64, u64, u32, u32
 //! digest    xxh3-128 over the tag `packs.file` and the xxh3-64 of each MiB before
 //! ```
 //!
-//! Numbers are little-endian. Only `lacking` is held in memory: reading a pack takes two small reads.
+//! Numbers are little-endian. Only `padding` is held in memory: reading a pack takes two small reads.
 
 use std::fs::File;
 use std::io;
@@ -55,7 +55,7 @@ pub(super) struct Table {
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     ends: u64,
-    lacking: u64,
+    padding: u64,
     pieces: u64,
     places: u64,
     end: u64,
@@ -68,11 +68,11 @@ impl Layout {
     /// overflow.
     fn new(at: u64, packs: u64, padded: u64, count: u64) -> Option<Self> {
         let after = |at: u64, count: u64, bytes: u64| at.checked_add(count.checked_mul(bytes)?);
-        let lacking = after(at, packs, END_BYTES)?;
-        let pieces = after(lacking, padded, 4)?;
+        let padding = after(at, packs, END_BYTES)?;
+        let pieces = after(padding, padded, 4)?;
         let places = after(pieces, count, PIECE_BYTES)?;
         let end = after(places, count, PLACE_BYTES)?;
-        Some(Layout { ends: at, lacking, pieces, places, end, count })
+        Some(Layout { ends: at, padding, pieces, places, end, count })
     }
 }
 
@@ -259,12 +259,12 @@ impl Table {
             let layout = packs.and_then(|packs| Layout::new(start, packs, padded, pieces));
             let layout = layout.filter(|layout| layout.end <= body);
             let layout = layout.ok_or_else(|| damaged(path, "its columns go beyond its end"))?;
-            let lacking = bytes_at(&file, path, layout.lacking, padded as usize * 4)?;
-            let lacking =
-                lacking.as_chunks().0.iter().map(|lacks| u32::from_le_bytes(*lacks)).collect();
+            let padding = bytes_at(&file, path, layout.padding, padded as usize * 4)?;
+            let padding =
+                padding.as_chunks().0.iter().map(|lacks| u32::from_le_bytes(*lacks)).collect();
             let seq_len = seq_len as u32; // The digest matches, so it is a u32.
             start = layout.end;
-            lengths.push(PackedLength { seq_len, contiguous, joined, lacking, documents, cut });
+            lengths.push(PackedLength { seq_len, contiguous, joined, padding, documents, cut });
             layouts.push(layout);
         }
         Ok(Table { path: path.to_owned(), file, digest, lengths, layouts })

@@ -16,7 +16,7 @@ impl Curriculum {
         // No `..`: a new field does not compile until it is written here.
         let Curriculum {
             stores,
-            start,
+            init_from,
             seed,
             dtype,
             phases,
@@ -32,8 +32,8 @@ impl Curriculum {
         let mut out = Text::default();
         let stores: Vec<String> = stores.iter().map(|store| quoted(store)).collect();
         out.line("store", format!("[{}]", stores.join(", ")));
-        if let Some(start) = start {
-            out.line("start", quoted(start));
+        if let Some(init_from) = init_from {
+            out.line("init_from", quoted(init_from));
         }
         out.line("seed", seed);
         out.line("dtype", quoted(dtype.name()));

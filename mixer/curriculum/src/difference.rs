@@ -42,7 +42,7 @@ impl Curriculum {
     pub fn difference(&self, other: &Curriculum) -> Vec<CurriculumDifference> {
         let Curriculum {
             stores: _,
-            start: _,
+            init_from: _,
             seed,
             dtype,
             phases,

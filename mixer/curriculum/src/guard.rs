@@ -132,7 +132,7 @@ impl SpikePolicy {
             (true, ..) => Some(Skipped::Amended),
             (_, 0, _) => Some(Skipped::NoLabels),
             (.., false) => Some(Skipped::NonFinite),
-            (.., true) => self.skip.map(|skip| judge(skip, (losses, loss), (norms, norm))),
+            (.., true) => self.skip.map(|skip| judge(skip, losses, loss, norms, norm)),
         };
         let longest = self.clip.map(|clip| longest(clip, norms));
         let decision = Decision { skipped, longest };
@@ -188,8 +188,10 @@ fn before(window: u64, kept: &[u64]) -> Option<Vec<f64>> {
 
 fn judge(
     SkipStepSpec { window, sigma, non_finite: _ }: SkipStepSpec,
-    (losses, loss): (&[u64], f64),
-    (norms, norm): (&[u64], f64),
+    losses: &[u64],
+    loss: f64,
+    norms: &[u64],
+    norm: f64,
 ) -> Skipped {
     let far = |kept: &[u64], value: f64| {
         before(window, kept).is_some_and(|before| {

@@ -44,7 +44,7 @@ pub struct Curriculum {
     /// Stores, or descriptions of stores, as written: relative paths start at the curriculum's folder.
     pub stores: Vec<String>,
     /// The initial weights, as written: a folder relative to the curriculum's. `None`: random initialization.
-    pub start: Option<String>,
+    pub init_from: Option<String>,
     /// The root of all random numbers.
     pub seed: u64,
     /// The number format of the model's computation.

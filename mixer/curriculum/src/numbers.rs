@@ -223,7 +223,7 @@ impl NumbersChange {
             let what = "the run has no [auto_clip], and this brings no `percentile`";
             return Err(places.fault(&key("auto_clip.window"), what));
         }
-        check_windows(places, &format!("{path}."), (after.skip_step, after.auto_clip))?;
+        check_windows(places, &format!("{path}."), after.skip_step, after.auto_clip)?;
         if !self.is_empty() && after == *before {
             let what = "these are the values that the run has already";
             return Err(places.fault(&key(self.first_key()), what));

@@ -34,7 +34,7 @@ struct CurriculumText {
     /// Folder with the initial weights, as `ztrain import` writes it; relative to this file. `[model]` may then be
     /// empty; its keys override those of the folder. Without it weights are random.
     #[schemars(with = "Option<String>", extend("digest" = "run, by content"))]
-    start: Option<Spanned<String>>,
+    init_from: Option<Spanned<String>>,
     /// Root of all random numbers: order of the text, initial weights.
     #[serde(default)]
     #[schemars(extend("digest" = "plan, run"))]
@@ -158,14 +158,16 @@ impl Curriculum {
         raw.model.check(&places, "model")?;
         let phases = phases(&file, &places, raw.phase)?;
         check_optimizer(&places, &raw.optimizer)?;
-        check_windows(&places, "", (raw.skip_step, raw.auto_clip))?;
+        check_windows(&places, "", raw.skip_step, raw.auto_clip)?;
         let source = |(name, text): (String, SourceText)| {
             let spec = text.spec(&name, &places)?;
             Ok((name, spec))
         };
         let sources = raw.source.into_iter().map(source).collect::<Result<_>>()?;
-        if let Some(start) = raw.start.as_ref().filter(|start| start.get_ref().is_empty()) {
-            return Err(file.wrong("start", start, "a path, or no such key"));
+        if let Some(init_from) =
+            raw.init_from.as_ref().filter(|init_from| init_from.get_ref().is_empty())
+        {
+            return Err(file.wrong("init_from", init_from, "a path, or no such key"));
         }
         let schedule = schedule(&places, raw.schedule, &raw.optimizer)?;
         let dtype = raw.dtype.unwrap_or(Dtype::F32);
@@ -178,7 +180,7 @@ impl Curriculum {
         };
         Ok(Curriculum {
             stores: stores(&file, &raw.store)?,
-            start: raw.start.map(Spanned::into_inner),
+            init_from: raw.init_from.map(Spanned::into_inner),
             seed: raw.seed,
             dtype,
             amendments: amendments(&file, &places, &phases, numbers, raw.amendment)?,

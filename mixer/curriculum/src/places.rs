@@ -106,7 +106,8 @@ pub(super) fn check_numbers(places: &KeySpans, numbers: &[(&str, f64, f64)]) -> 
 pub(super) fn check_windows(
     places: &KeySpans,
     above: &str,
-    (skip, clip): (Option<SkipStepSpec>, Option<AutoClipSpec>),
+    skip: Option<SkipStepSpec>,
+    clip: Option<AutoClipSpec>,
 ) -> Result<()> {
     let key = |name: &str| format!("{above}{name}");
     if let Some(SkipStepSpec { window, sigma, non_finite: _ }) = skip {

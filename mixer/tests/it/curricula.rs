@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use mixer::{Curriculum, DataPlan, described_store};
+use mixer::{Curriculum, DataPlan, store_stub};
 
 fn plan(name: &str) -> (Curriculum, DataPlan) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula");
@@ -11,7 +11,7 @@ fn plan(name: &str) -> (Curriculum, DataPlan) {
     let facts = curriculum
         .stores
         .iter()
-        .flat_map(|store| described_store(&read(store), store).unwrap().unwrap());
+        .flat_map(|store| store_stub(&read(store), store).unwrap().unwrap());
     let plan = DataPlan::new(&curriculum, &facts.collect::<Vec<_>>()).unwrap();
     (curriculum, plan)
 }

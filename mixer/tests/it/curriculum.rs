@@ -2,7 +2,7 @@
 
 use contract::{Class, Ratio};
 use curriculum::{Amendment, Dtype, NewtonSchulzForm, OptimizerKind};
-use mixer::{Curriculum, CurriculumDifference, DataPlan, SourceFacts, described_store};
+use mixer::{Curriculum, CurriculumDifference, DataPlan, SourceFacts, store_stub};
 use proptest::prelude::*;
 
 const WHOLE: &str = r#"store = ["a/store", "b/store"]
@@ -545,17 +545,17 @@ fn an_edit_matters_from_a_known_step() {
 }
 
 #[test]
-fn stores_can_be_described() {
+fn a_stub_stands_in_for_a_store() {
     let text = "[[source]]\nname = \"web\"\ntokens = 9_000_000_000_000\ndocuments = 10\n\n\
                 [[source]]\nname = \"code\"\ntokens = 5\ndocuments = 1\nunit = 64\n";
-    let found = described_store(text, "d.toml").unwrap().unwrap();
+    let found = store_stub(text, "d.toml").unwrap().unwrap();
     assert_eq!(found[0].name, "web");
     assert_eq!(
         (found[0].tokens, found[0].documents, found[0].unit),
         (9_000_000_000_000, 10, 131_072)
     );
     assert_eq!((found[1].tokens, found[1].unit), (5, 64));
-    assert_eq!(described_store("tokenizer = \"t\"", "d.toml").unwrap(), None);
+    assert_eq!(store_stub("tokenizer = \"t\"", "d.toml").unwrap(), None);
     for (from, to, word) in [
         ("tokens = 5", "token = 5", "d.toml:8:1"),
         ("tokens = 5\n", "", "d.toml:6:1"),
@@ -563,7 +563,7 @@ fn stores_can_be_described() {
         ("unit = 64", "unit = 0", "unit 0"),
         ("tokens = 5", "files = [\"x\"]", "name, tokens, documents, unit"),
     ] {
-        let told = described_store(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
+        let told = store_stub(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
         assert!(told.contains(word), "{told}");
     }
 }
@@ -587,14 +587,14 @@ proptest! {
 #[test]
 fn a_start_is_named_by_a_path_that_an_edit_may_move() {
     let with = |line: &str| Curriculum::parse(&format!("{line}\n{WHOLE}"), "c.toml");
-    let (none, here) = (with("").unwrap(), with("start = \"a/start\"").unwrap());
-    assert_eq!((none.start.as_deref(), here.start.as_deref()), (None, Some("a/start")));
-    assert!(here.place("start").starts_with("c.toml:1"), "{}", here.place("start"));
+    let (none, here) = (with("").unwrap(), with("init_from = \"a/start\"").unwrap());
+    assert_eq!((none.init_from.as_deref(), here.init_from.as_deref()), (None, Some("a/start")));
+    assert!(here.place("init_from").starts_with("c.toml:1"), "{}", here.place("init_from"));
     let again = Curriculum::parse(&here.canonical(), "again.toml").unwrap();
     assert_eq!(again.canonical(), here.canonical());
-    assert_eq!(here.canonical().replace("start = \"a/start\"\n", ""), none.canonical());
-    assert!(here.difference(&with("start = \"b/start\"").unwrap()).is_empty());
-    for wrong in ["start = \"\"", "start = 3", "strat = \"a\""] {
+    assert_eq!(here.canonical().replace("init_from = \"a/start\"\n", ""), none.canonical());
+    assert!(here.difference(&with("init_from = \"b/start\"").unwrap()).is_empty());
+    for wrong in ["init_from = \"\"", "init_from = 3", "init_form = \"a\""] {
         assert_eq!(with(wrong).unwrap_err().class(), Class::Usage, "{wrong}");
     }
 }

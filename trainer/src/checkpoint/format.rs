@@ -206,8 +206,9 @@ pub(crate) fn manifest_bytes(
     let record = |(name, bytes): (String, u64)| {
         (name.clone(), BlobRecord { name, bytes, digest: Digest::default() })
     };
-    let (blobs, digests) = (sizes.into_iter().map(record).collect(), Default::default());
-    let manifest = CheckpointManifest::new((step, None), digests, layout, pieces, blobs)?;
+    let blobs = sizes.into_iter().map(record).collect();
+    let (state, chain) = (Digest::default(), Digest::default());
+    let manifest = CheckpointManifest::new(step, None, state, chain, layout, pieces, blobs)?;
     Ok(manifest.text()?.len() as u64)
 }
 
@@ -215,8 +216,10 @@ impl CheckpointManifest {
     /// The manifest after a step, with the windows of that step. The state has the digest `state` and is cut into
     /// `pieces`, which are stored in `blobs`.
     pub(super) fn new(
-        (step, windows): (u64, Option<Windows>),
-        (state, chain): (Digest, Digest),
+        step: u64,
+        windows: Option<Windows>,
+        state: Digest,
+        chain: Digest,
         layout: &StateLayout,
         pieces: &[ParamShard],
         blobs: BTreeMap<String, BlobRecord>,

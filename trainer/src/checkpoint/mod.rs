@@ -245,9 +245,12 @@ impl Checkpoints {
     ) -> Result<()> {
         let blobs: BTreeMap<_, _> =
             blobs.into_iter().map(|blob| (blob.name.clone(), blob)).collect();
+        let (state, chain) = digests;
         let manifest = CheckpointManifest::new(
-            (snapshot.step(), snapshot.windows()),
-            digests,
+            snapshot.step(),
+            snapshot.windows(),
+            state,
+            chain,
             layout,
             pieces,
             blobs,

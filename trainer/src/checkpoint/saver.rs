@@ -40,7 +40,9 @@ impl Saver {
     /// checkpoints. The previous one must have ended.
     pub fn start(
         &mut self,
-        (step, state, stall): (u64, Digest, Duration),
+        step: u64,
+        state: Digest,
+        stall: Duration,
         write: impl FnOnce() -> Result<Option<Fault>> + Send + 'static,
     ) -> Result<()> {
         if self.0.is_some() {
@@ -93,23 +95,23 @@ mod tests {
     use super::*;
     use std::sync::mpsc::channel;
 
-    const WHAT: (u64, Digest, Duration) = (7, Digest(1), Duration::ZERO);
-
     #[test]
     fn one_at_a_time_and_every_fault_is_told() {
         let (mut saver, (go, wait)) = (Saver::new(), channel::<()>());
         assert_eq!(saver.wait().unwrap(), None);
         let work = move || wait.recv().map(|()| None).map_err(|_| Fault::bug("gone"));
-        saver.start(WHAT, work).unwrap();
+        saver.start(7, Digest(1), Duration::ZERO, work).unwrap();
         assert_eq!(saver.done().unwrap(), None, "it does not wait");
         assert!(saver.is_busy(Duration::from_millis(5)));
-        assert!(saver.start(WHAT, || Ok(None)).is_err());
+        assert!(saver.start(7, Digest(1), Duration::ZERO, || Ok(None)).is_err());
         go.send(()).unwrap();
         assert!(!saver.is_busy(Duration::MAX));
         assert_eq!(saver.wait().unwrap().unwrap().step, 7);
-        saver.start(WHAT, || Err(Fault::machine("the disk is full"))).unwrap();
+        saver
+            .start(7, Digest(1), Duration::ZERO, || Err(Fault::machine("the disk is full")))
+            .unwrap();
         assert_eq!(saver.wait(), Err(Fault::machine("the disk is full")));
-        saver.start(WHAT, || panic!("broken")).unwrap();
+        saver.start(7, Digest(1), Duration::ZERO, || panic!("broken")).unwrap();
         assert_eq!(saver.wait().unwrap_err().class(), contract::Class::Bug);
     }
 }

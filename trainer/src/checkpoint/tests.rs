@@ -510,7 +510,8 @@ fn runs(length: i64, cuts: &[prop::sample::Index]) -> Vec<(i64, i64)> {
 pub(crate) fn pieces_of(
     layout: &StateLayout,
     cuts: &[prop::sample::Index],
-    (ends, owners): (&[bool], &[u32]),
+    ends: &[bool],
+    owners: &[u32],
 ) -> Vec<ParamShard> {
     let (mut pieces, mut bundle) = (Vec::new(), 0);
     for (tensor, (parameter, rule)) in layout.parameters.iter().zip(&layout.rules).enumerate() {
@@ -536,12 +537,11 @@ proptest! {
         owners in prop::collection::vec(0u32..7, 1..9),
         wanted: (prop::sample::Index, prop::sample::Index),
     ) {
-        let layout = layout();
+        let (layout, folder) = (layout(), TempDir::new().unwrap());
         let state = whole(&layout, 3);
         let wanted_digest = digest_of(&layout, 3);
-        let folder = TempDir::new().unwrap();
         let checkpoints = Checkpoints::new(folder.path());
-        let pieces = pieces_of(&layout, &cuts, (&ends, &owners));
+        let pieces = pieces_of(&layout, &cuts, &ends, &owners);
         let (mut blobs, mut snapshots) = (Vec::new(), Vec::new());
         for rank in 0..7 {
             let snapshot = Snapshot::of(&state.cut(3, &pieces, rank)).unwrap();

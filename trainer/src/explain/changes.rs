@@ -114,7 +114,8 @@ pub(super) fn changes(
     spec: &RunSpec,
     folder: &RunFolder,
     history: &PreviousSteps,
-    (step, record): (u64, Option<&StepRecord>),
+    step: u64,
+    record: Option<&StepRecord>,
 ) -> Result<Vec<RunChange>> {
     let planned = || StepInputs { step, lr: rate_at(spec, step), skipped: None, edited: false };
     let last = record.map_or_else(planned, StepInputs::from);
@@ -144,8 +145,8 @@ pub(super) fn changes(
         let (at, before) = (amendment.step, numbers.clone());
         numbers.change(&amendment.numbers);
         if (first + 1..=step).contains(&at) {
-            let told = amended(amendment, &before.changed(&numbers));
-            let what = format!("amended from step {at} on: {told}");
+            let description = amended(amendment, &before.changed(&numbers));
+            let what = format!("amended from step {at} on: {description}");
             found.push(RunChange { kind: RunChangeKind::Amendment, step: at, what });
         }
     }

@@ -154,9 +154,9 @@ impl Isolated {
         self.tokens.extend(&batch.tokens[columns.clone()]);
         self.labels.extend(&batch.labels[columns.clone()]);
         self.positions.extend(&batch.positions[columns.clone()]);
-        let own = span.clone().zip(&batch.mask[columns]);
-        let own = own.map(|(at, mask)| *mask * u8::from(place.columns.contains(&at)));
-        self.mask.extend(own);
+        let masked = span.clone().zip(&batch.mask[columns]);
+        let masked = masked.map(|(at, mask)| *mask * u8::from(place.columns.contains(&at)));
+        self.mask.extend(masked);
         let inside = batch.boundaries[row].iter().filter(|at| span.contains(at));
         let mut boundaries: Vec<u32> = inside.map(|at| at - span.start).collect();
         // Padding is a document of its own without labels, as in training.
@@ -196,18 +196,18 @@ pub(super) fn gradients(
     workers: Workers,
 ) -> Result<(Vec<DocumentGradient>, u64)> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
-    let (own, config) = (SharedTensors::new(step.own), model.config());
+    let (shared, config) = (SharedTensors::new(step.own), model.config());
     let whole = rows(batch, 0..batch.rows);
     let label_count = batch.label_count.max(1);
     let work = |document: &DocumentLoss, Weights { weights, biases }: Weights<'_>| {
         if document.labels == 0 {
             return Ok((DocumentGradient::default(), 0));
         }
-        let own = own.aliases();
+        let shared = shared.aliases();
         let mut sink = GradientComparison {
             ops: workers.ops(),
             pieces: step.pieces,
-            step: &own,
+            step: &shared,
             squares: vec![0.0; weights.len()],
             dots: vec![0.0; weights.len()],
         };

@@ -92,7 +92,8 @@ pub(super) fn layers(
     spec: &RunSpec,
     before: &State,
     record: Option<&StepRecord>,
-    (history, changed): (&PreviousSteps, u64),
+    history: &PreviousSteps,
+    changed: u64,
     workers: Workers,
 ) -> Result<Vec<LayerEvidence>> {
     let weights = before.own().map(|(piece, weight, _)| (piece.tensor, weight)).collect();

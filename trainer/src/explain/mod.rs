@@ -238,11 +238,11 @@ impl Explanation {
         let recorded = step <= replayer.recorded();
         let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
         let record = written.as_ref().or(again.as_ref());
-        self.changes = changes::changes(spec, replayer.folder(), history, (step, record))?;
+        self.changes = changes::changes(spec, replayer.folder(), history, step, record)?;
         let changed = changes::last(&self.changes);
-        self.layers = layers::layers(spec, before, record, (history, changed), workers)?;
+        self.layers = layers::layers(spec, before, record, history, changed, workers)?;
         self.routers = record.map_or_else(Vec::new, |record| layers::routers(record, history));
-        self.moved = Deviations::of(history, &self.changes, (self.loss, self.norm), record);
+        self.moved = Deviations::of(history, &self.changes, self.loss, self.norm, record);
         self.moved.rates = [step, step - 1].map(|at| if at > 0 { rate_at(spec, at) } else { 0.0 });
         Ok(())
     }

@@ -50,7 +50,8 @@ impl Deviations {
     pub(super) fn of(
         history: &PreviousSteps,
         changes: &[RunChange],
-        (loss, norm): (f64, f64),
+        loss: f64,
+        norm: f64,
         record: Option<&StepRecord>,
     ) -> Deviations {
         let position = |value: f64, floor: f64, of: &dyn Fn(&StepRecord) -> Option<f64>| {

@@ -92,20 +92,20 @@ impl Explanation {
             "{:>7} {:>7} {:>10} {:>10} {:>10} {:>7} {:>7}  source | file:row (bytes) | id",
             "score", "labels", "loss/label", "excess", "|gradient|", "cosine", "share"
         )?;
-        for one in &self.documents[..shown] {
-            let document = &one.document;
+        for evidence in &self.documents[..shown] {
+            let document = &evidence.document;
             writeln!(
                 out,
                 "{:>7.3} {:>7} {:>10.4} {:>+10.2} {:>10.4} {:>+7.3} {:>6.1}%  {} | {} | {}",
-                one.score,
+                evidence.score,
                 document.labels,
                 document.mean,
-                one.excess,
-                one.gradient_norm,
-                one.alignment,
-                100.0 * one.gradient_share,
+                evidence.excess,
+                evidence.gradient_norm,
+                evidence.alignment,
+                100.0 * evidence.gradient_share,
                 terminal::name(&document.source),
-                place(one),
+                place(evidence),
                 short(&document.id)
             )?;
         }
@@ -113,12 +113,12 @@ impl Explanation {
     }
 
     fn write_tokens(&self, out: &mut Formatter<'_>) -> Result {
-        for (one, tokens) in
+        for (evidence, tokens) in
             self.documents.iter().zip(&self.tokens).filter(|(_, tokens)| !tokens.is_empty())
         {
-            writeln!(out, "\nworst tokens of {}:", short(&one.document.id))?;
-            for WorstToken { token, row, loss, text: [before, own, after], .. } in tokens {
-                let line = format!("{before}[[{own}]]{after}").replace(['\n', '\r', '\t'], " ");
+            writeln!(out, "\nworst tokens of {}:", short(&evidence.document.id))?;
+            for WorstToken { token, row, loss, text: [before, worst, after], .. } in tokens {
+                let line = format!("{before}[[{worst}]]{after}").replace(['\n', '\r', '\t'], " ");
                 writeln!(out, "{loss:>10.3}  token {token}, row {row}: {line}")?;
             }
         }
@@ -148,7 +148,7 @@ impl Explanation {
         )?;
         for Removal { documents, labels, loss, norm, skipped, next_loss } in &self.removals {
             let names = match documents.as_slice() {
-                [one] => short(one),
+                [id] => short(id),
                 all => format!("all {} of them", all.len()),
             };
             writeln!(
@@ -184,9 +184,10 @@ impl Explanation {
             let number =
                 layer.name.strip_prefix("layer ").and_then(|number| number.parse::<usize>().ok());
             let router =
-                number.and_then(|number| self.routers.iter().find(|one| one.layer == number));
-            let heat =
-                number.and_then(|number| self.temperatures.iter().find(|one| one.layer == number));
+                number.and_then(|number| self.routers.iter().find(|router| router.layer == number));
+            let heat = number.and_then(|number| {
+                self.temperatures.iter().find(|attention| attention.layer == number)
+            });
             let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
             writeln!(
                 out,
@@ -198,8 +199,8 @@ impl Explanation {
                 times(&layer.update),
                 layer.update.norm / layer.weights.max(f64::MIN_POSITIVE),
                 or_dash(layer.update_before.as_ref().map(times)),
-                or_dash(router.map(|one| format!("{:.3}", one.entropy))),
-                or_dash(heat.map(|one| format!("{:.2}", one.largest_logit))),
+                or_dash(router.map(|router| format!("{:.3}", router.entropy))),
+                or_dash(heat.map(|attention| format!("{:.2}", attention.largest_logit))),
             )?;
         }
         Ok(())
@@ -212,14 +213,15 @@ impl Explanation {
             "{:>12} {:>11} {:>11} {:>12} {:>13}",
             "", "residual", "attention", "feed-forward", "largest logit"
         )?;
-        for one in &self.activities {
-            let name = format!("layer {}", one.layer);
-            let logit =
-                one.largest_logit.map_or_else(|| "-".to_owned(), |logit| format!("{logit:.3}"));
+        for activity in &self.activities {
+            let name = format!("layer {}", activity.layer);
+            let logit = activity
+                .largest_logit
+                .map_or_else(|| "-".to_owned(), |logit| format!("{logit:.3}"));
             writeln!(
                 out,
                 "{name:>12} {:>11.4e} {:>11.4e} {:>12.4e} {logit:>13}",
-                one.residual, one.attention, one.feed_forward
+                activity.residual, activity.attention, activity.feed_forward
             )?;
         }
         Ok(())
@@ -243,8 +245,8 @@ fn times(norm: &NormEvidence) -> String {
 }
 
 /// "web.jsonl:17 (204..511)".
-fn place(one: &DocumentEvidence) -> String {
-    let document = &one.document;
+fn place(evidence: &DocumentEvidence) -> String {
+    let document = &evidence.document;
     let group = document.group.map_or_else(String::new, |group| format!("group {group} row "));
     let bytes = document.bytes.map_or_else(String::new, |(from, to)| format!(" ({from}..{to})"));
     format!("{}:{group}{}{bytes}", terminal::name(&document.file), document.row)

@@ -143,13 +143,13 @@ pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
     let (now, lasting): (Vec<_>, Vec<_>) = found
         .routers
         .iter()
-        .partition(|one| one.median.is_some_and(|median| median - one.entropy > LOST));
+        .partition(|router| router.median.is_some_and(|median| median - router.entropy > LOST));
     if let Some(words) = router(&now) {
         all.push((or_context(moved, Order::Router), Subject::Router, words));
     }
-    let lasting: Vec<_> = lasting.into_iter().filter(|one| one.entropy < EVEN).collect();
+    let lasting: Vec<_> = lasting.into_iter().filter(|router| router.entropy < EVEN).collect();
     if let Some(words) = router(&lasting) {
-        let before = lasting.iter().any(|one| one.median.is_some());
+        let before = lasting.iter().any(|router| router.median.is_some());
         let words = format!("{}{words}", if before { "as before, " } else { "" });
         all.push((Order::Context, Subject::Lasting, words));
     }
@@ -162,7 +162,10 @@ pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
     if let Some(why) = found.moved.skipped {
         all.push((Order::Skipped, Subject::Skipped, format!("it moved nothing: {}", why.words())));
     }
-    if found.window > 0 && found.moved.learned() && all.iter().all(|one| one.0 == Order::Context) {
+    if found.window > 0
+        && found.moved.learned()
+        && all.iter().all(|finding| finding.0 == Order::Context)
+    {
         all.extend(symptom(found).map(|words| (Order::Symptom, Subject::Symptom, words)));
     }
     if let Some(speed) = found.speed.as_ref().filter(|speed| speed.is_slow()) {
@@ -256,17 +259,20 @@ fn symptom(found: &Explanation) -> Option<String> {
     };
     let mut all = Vec::new();
     all.extend(
-        found.moved.loss.map(|one| far("loss".to_owned(), found.loss, one.usual, one.score)),
+        found.moved.loss.map(|part| far("loss".to_owned(), found.loss, part.usual, part.score)),
     );
     let norm = found.moved.norm;
-    all.extend(norm.map(|one| far("gradient norm".to_owned(), found.norm, one.usual, one.score)));
-    for (name, one) in &found.moved.sources {
-        let documents = found.documents.iter().map(|one| &one.document);
-        let of = documents.filter(|one| one.source == *name);
-        let (loss, labels) =
-            of.fold((0.0, 0), |(loss, labels), one| (loss + one.loss, labels + one.labels));
+    all.extend(
+        norm.map(|part| far("gradient norm".to_owned(), found.norm, part.usual, part.score)),
+    );
+    for (name, part) in &found.moved.sources {
+        let documents = found.documents.iter().map(|evidence| &evidence.document);
+        let of = documents.filter(|document| document.source == *name);
+        let (loss, labels) = of.fold((0.0, 0), |(loss, labels), document| {
+            (loss + document.loss, labels + document.labels)
+        });
         let name = format!("loss of source {}", terminal::name(name));
-        all.push(far(name, loss / (labels as f64).max(1.0), one.usual, one.score));
+        all.push(far(name, loss / (labels as f64).max(1.0), part.usual, part.score));
     }
     all.retain(|(score, _)| score.abs() > WORTH);
     all.sort_by(|a, b| b.0.abs().total_cmp(&a.0.abs()));
@@ -310,7 +316,7 @@ fn temperature(found: &Explanation) -> Option<String> {
     let hot = found
         .temperatures
         .iter()
-        .filter(|one| one.largest_logit > LOGIT || !one.largest_logit.is_finite());
+        .filter(|layer| layer.largest_logit > LOGIT || !layer.largest_logit.is_finite());
     let worst = hot.max_by(|a, b| a.largest_logit.total_cmp(&b.largest_logit))?;
     Some(format!(
         "the temperature of attention in layer {} is {:.3e}: logits up to {:.3e}",
@@ -331,7 +337,7 @@ fn update(found: &Explanation) -> Option<String> {
 /// Whether a few documents stand out so far that they matter even in a usual step.
 fn is_apart(found: &Explanation) -> bool {
     let count = found.culprits();
-    let next = found.documents.get(count).map_or(0.0, |one| one.score);
+    let next = found.documents.get(count).map_or(0.0, |document| document.score);
     (1..=FEW_DOCUMENTS).contains(&count) && found.documents[count - 1].score > APART * next
 }
 
@@ -342,18 +348,20 @@ fn culprits(found: &Explanation) -> Option<(f64, String)> {
     if named.is_empty() {
         return None;
     }
-    let source_of =
-        |one: &documents::DocumentEvidence| terminal::name(&one.document.source).into_owned();
+    let source_of = |document: &documents::DocumentEvidence| {
+        terminal::name(&document.document.source).into_owned()
+    };
     let mut sources: Vec<String> = named.iter().map(source_of).collect();
     sources.sort();
     sources.dedup();
-    let ids: Vec<String> = named.iter().map(|one| short(&one.document.id)).collect();
+    let ids: Vec<String> = named.iter().map(|document| short(&document.document.id)).collect();
     let noun = if count == 1 { "document" } else { "documents" };
     let source = if sources.len() == 1 { "source" } else { "sources" };
-    let squares = |one: &documents::DocumentEvidence| one.gradient_norm * one.gradient_norm;
+    let squares =
+        |document: &documents::DocumentEvidence| document.gradient_norm * document.gradient_norm;
     let all: f64 = found.documents.iter().map(squares).sum();
     let share = named.iter().map(squares).sum::<f64>() / all.max(f64::MIN_POSITIVE);
-    let excess: f64 = named.iter().map(|one| one.excess).sum();
+    let excess: f64 = named.iter().map(|document| document.excess).sum();
     // If other documents cost less than usual, these may have more than the whole excess.
     let of_excess = match excess > 0.0 && excess <= found.unexplained.excess {
         true => {

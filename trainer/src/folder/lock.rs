@@ -86,7 +86,7 @@ impl RunLocks {
     }
 
     /// Releases the locks.
-    pub fn let_go(self) {
+    pub fn release(self) {
         let held = [self.place, self.folder].into_iter().filter_map(OnceLock::into_inner);
         held.for_each(Held::let_go);
     }
@@ -96,10 +96,10 @@ fn take(held: &OnceLock<Held>, group: &str, path: &Path, patience: Duration) -> 
     if held.get().is_some() {
         return Ok(());
     }
-    let taken = Held::take(path, group, patience)?.map_err(|who| {
+    let taken = Held::take(path, group, patience)?.map_err(|holder| {
         Fault::machine("another run is using this folder")
             .at(disk::folder_of(path).display().to_string())
-            .found(who)
+            .found(holder)
             .hint("wait for it, stop it, or name another folder with --out or --checkpoints")
             .sign_of(Symptom::InUse)
     })?;

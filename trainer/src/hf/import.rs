@@ -1,4 +1,4 @@
-//! Imports a Hugging Face folder as the start of a run: every tensor must be there, and no other.
+//! Imports a Hugging Face folder as the initial weights of a run: every tensor must be there, and no other.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ use crate::refusal::values;
 /// The result of an import.
 #[derive(Clone, Debug)]
 pub struct HfImport {
-    /// The start that was written.
+    /// The model that was written.
     pub start: InitialModel,
     /// The layout of the folder.
     pub layout: HfLayout,
@@ -27,7 +27,7 @@ pub struct HfImport {
     pub tensors: usize,
 }
 
-/// Reads the model in `source` and writes it as the start `target`.
+/// Reads the model in `source` and writes it to the folder `target`.
 pub fn import(source: &Path, target: &Path) -> Result<HfImport> {
     let path = source.join("config.json");
     let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;

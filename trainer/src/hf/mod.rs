@@ -4,8 +4,8 @@
 //! config   converts between config.json and our configuration, including the errors of released files
 //! names    Zyphra's older tensor names, where attention and experts are separate layers
 //! files    reads and writes the tensors of such a folder
-//! export   a model as a folder that `transformers` opens       import   such a folder as the start of a run
-//! start    the result of an import: the folder that a curriculum's `start` names
+//! export   a model as a folder that `transformers` opens       import   such a folder as the initial weights of a run
+//! start    the result of an import: the folder that a curriculum's `init_from` names
 //! ```
 //!
 //! Our names are Hugging Face's, so an export renames nothing. Nothing is computed here: values are copied, and

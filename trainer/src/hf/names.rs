@@ -34,9 +34,8 @@ impl TensorNames {
             }
         }
         for layer in 0..config.num_hidden_layers {
-            let theirs =
-                format!("model.layers.{}.zaya_block.router.balancing_biases", 2 * layer + 1);
-            places.insert(theirs, NameMeaning::Whole(model::balance_name(layer)));
+            let name = format!("model.layers.{}.zaya_block.router.balancing_biases", 2 * layer + 1);
+            places.insert(name, NameMeaning::Whole(model::balance_name(layer)));
         }
         // Some folders use the newer name for the final norm.
         let norm = "model.norm.weight".to_owned();

@@ -1,11 +1,11 @@
-//! A start: the weights that a run begins with instead of random ones.
+//! An imported model: the weights that a run begins with instead of random ones.
 //!
 //! ```text
 //! start.json    configuration, digests of weights and content, each file's size and digest; written last
 //! config.json, model.safetensors, tokenizer.json    as `transformers` reads them
 //! ```
 //!
-//! A curriculum's `start` names such a folder. The content digest (configuration, weights, biases) is part of the run's
+//! A curriculum's `init_from` names such a folder. The content digest (configuration, weights, biases) is part of the run's
 //! identity; the folder's path is not. A run keeps a copy of `start.json`, which is all it needs once it has
 //! checkpoints.
 
@@ -35,7 +35,7 @@ const MANIFEST: &str = "start.json";
 /// The run's copy of the manifest.
 const KEPT: &str = "start.kept.json";
 
-/// A start on disk.
+/// An imported model on disk.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InitialModel {
     folder: PathBuf,
@@ -57,21 +57,21 @@ struct InitialManifest {
 }
 
 impl InitialModel {
-    /// Opens the start in `folder`; [`InitialModel::read`] reads and checks the weights.
+    /// Opens the model in `folder`; [`InitialModel::read`] reads and checks the weights.
     pub fn open(folder: &Path) -> Result<InitialModel> {
         let path = folder.join(MANIFEST);
         if !folder.exists() {
             return Err(gone(folder));
         }
         if !path.exists() {
-            return Err(Fault::usage("this folder is not a start: it has no start.json")
+            return Err(Fault::usage("this folder is not an imported model: it has no start.json")
                 .at(folder.display().to_string())
-                .hint("make one with `ztrain import HF_DIR --out START`"));
+                .hint("make one with `ztrain import HF_DIR --out FOLDER`"));
         }
         InitialModel::described(&path, folder)
     }
 
-    /// The start by the run's copy of its manifest, if `folder` no longer exists; `None` if there is no need or no
+    /// The model by the run's copy of its manifest, if `folder` no longer exists; `None` if there is no need or no
     /// copy.
     pub(crate) fn kept(run: &Path, folder: &Path) -> Result<Option<InitialModel>> {
         let path = run.join(KEPT);
@@ -187,7 +187,7 @@ impl InitialModel {
         Ok(biases)
     }
 
-    /// Refuses a start whose tokens differ in meaning from the store's.
+    /// Refuses a model whose tokens differ in meaning from the store's.
     pub(crate) fn compare_tokenizer(
         &self,
         stores: &[u8],
@@ -195,7 +195,7 @@ impl InitialModel {
     ) -> Result<()> {
         let path = self.folder.join("tokenizer.json");
         if self.manifest.tokenizer.is_none() {
-            return Err(Fault::usage("the start came without a tokenizer: nothing says what its tokens mean")
+            return Err(Fault::usage("the imported model came without a tokenizer: nothing says what its tokens mean")
                 .at(place())
                 .found(self.folder.display().to_string())
                 .hint("put the tokenizer.json of the model into its folder, and run `ztrain import` on it again"));
@@ -208,11 +208,11 @@ impl InitialModel {
             return Ok(());
         }
         Err(Fault::usage(
-            "the start was trained with another vocabulary than the store was built with",
+            "the imported model was trained with another vocabulary than the store was built with",
         )
         .at(place())
         .found(path.display().to_string())
-        .hint("build the store with the start's tokenizer.json"))
+        .hint("build the store with the imported model's tokenizer.json"))
     }
 }
 
@@ -245,11 +245,11 @@ impl Vocabulary {
 impl InitialManifest {
     fn value(&self) -> Result<serde_json::Value> {
         let value = serde_json::to_value(self);
-        value.map_err(|error| Fault::bug(format!("a start cannot be written: {error}")))
+        value.map_err(|error| Fault::bug(format!("the manifest cannot be written: {error}")))
     }
 }
 
-/// Writes a start.
+/// Writes a folder of initial weights.
 pub(super) fn write(
     target: &Path,
     config: &ZayaConfig,
@@ -318,15 +318,15 @@ fn weights_digest(sums: &[u64], biases: &[Vec<f32>]) -> Digest {
 }
 
 fn gone(folder: &Path) -> Fault {
-    Fault::data("this start does not exist").at(folder.display().to_string()).hint(
-        "put it back, or name its new place by `start` in the curriculum: only its digest belongs to the run",
+    Fault::data("the initial weights do not exist").at(folder.display().to_string()).hint(
+        "put the folder back, or name its new place by `init_from` in the curriculum: only its digest belongs to the run",
     )
 }
 
 fn damaged(path: &Path, what: &str) -> Fault {
-    Fault::data(format!("this start is damaged: {what}"))
+    Fault::data(format!("these initial weights are damaged: {what}"))
         .at(path.display().to_string())
-        .hint("restore the file from a backup, or make the start anew with `ztrain import`")
+        .hint("restore the file from a backup, or make the folder anew with `ztrain import`")
 }
 
 #[cfg(test)]

@@ -198,7 +198,7 @@ fn zyphra_name(name: &str, layers: i64) -> String {
         ("mlp.gate.", "zaya_block.router."),
     ]
     .iter()
-    .fold(rest.to_owned(), |rest, (ours, theirs)| rest.replace(ours, theirs));
+    .fold(rest.to_owned(), |rest, (ours, zyphra)| rest.replace(ours, zyphra));
     format!("model.layers.{half}.{rest}")
 }
 

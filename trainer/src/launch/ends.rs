@@ -98,7 +98,7 @@ pub fn first_words(rank: u32) {
 
 /// Writes this process's exit report for the supervisor: with this rank and, if it exits because another rank was lost,
 /// that one (`missed`). Processes that only exit because another one did write none.
-pub fn last_words((rank, missed): (Option<u32>, Option<u32>), fault: &Fault, spoke_first: bool) {
+pub fn last_words(rank: Option<u32>, missed: Option<u32>, fault: &Fault, spoke_first: bool) {
     // A rank that the others continue without reports before it notifies them, not when it exits.
     static LEFT: AtomicBool = AtomicBool::new(false);
     let Some(ends) = ExitReports::of_environment().filter(|_| spoke_first) else { return };
@@ -174,10 +174,10 @@ mod tests {
         let (crash, disk) = (Some(Cause::Crash), Some(Cause::Disk));
         let lost = [end(0, false, crash), end(1, false, disk), end(2, false, crash)];
         assert_eq!(verdict(&lost, Some(6), Starter::Ours), lost[1]);
-        let told = [&lost[..], &[end(2, true, Some(Cause::Hang))]].concat();
-        assert_eq!(verdict(&told, Some(6), Starter::Ours), told[3]);
+        let reports = [&lost[..], &[end(2, true, Some(Cause::Hang))]].concat();
+        assert_eq!(verdict(&reports, Some(6), Starter::Ours), reports[3]);
         // A launcher that was killed has not reported its own end.
-        assert_eq!(verdict(&told, None, Starter::Ours).cause, Some(Cause::Launcher));
+        assert_eq!(verdict(&reports, None, Starter::Ours).cause, Some(Cause::Launcher));
         assert_eq!(verdict(&[], None, Starter::Nobody).cause, crash);
         assert_eq!(verdict(&[], Some(5), Starter::Nobody).cause, Some(Cause::Diverged));
         assert_eq!(verdict(&[], Some(2), Starter::Nobody).cause, None);

@@ -27,7 +27,7 @@ use store::Location;
 
 use super::background::in_background;
 use super::ends::{ExitReport, ExitReports, Starter, VARIABLE, verdict};
-use super::happened::{FailureEvent, tell};
+use super::failure::{FailureEvent, record_failure};
 use super::rules::{Action, ActionHistory, Cause, FaultRule, FaultRules, RuleScope};
 use super::supervise::Supervision;
 use super::watch::{Heartbeat, system_says};
@@ -145,14 +145,14 @@ impl Watchdog {
             if attempt.status.success() {
                 return if attempt.began { Ok(0) } else { Err(self.nothing(attempt.status)) };
             }
-            let Some((end, cause, code)) = self.judge(&attempt, ends, began)? else {
+            let Some((end, cause, code)) = self.handle_exit(&attempt, ends, began)? else {
                 return Ok(code_of(attempt.status));
             };
             let culprit = RuleScope::Machine(end.host.clone());
-            let rule = history.choose(&self.rules, (cause, &culprit), possible, Instant::now());
+            let rule = history.choose(&self.rules, cause, &culprit, possible, Instant::now());
             let (events, action) = (self.events(), rule.action);
             let (what, host) = (end.what.as_str(), end.host.as_str());
-            tell(&events, &FailureEvent { cause, rank: end.rank, action, what, host });
+            record_failure(&events, &FailureEvent { cause, rank: end.rank, action, what, host });
             match action {
                 Action::Retry => pause(rule.pause(), stop),
                 Action::Wait => self.wait(&rule, stop),
@@ -168,7 +168,7 @@ impl Watchdog {
 
     /// The cause of a failed attempt, and its exit code. `None` if the cause would recur in every attempt, or if
     /// nothing has begun and a process reports why.
-    fn judge(
+    fn handle_exit(
         &self,
         attempt: &Attempt,
         ends: &ExitReports,
@@ -213,7 +213,7 @@ impl Watchdog {
         // Our launcher detects hung ranks itself, so it gets more time.
         let times = if self.ranks > 1 && self.launch.is_none() { 2.0 } else { 1.0 };
         let patience = Duration::from_secs_f64(times * self.rules.hang_seconds);
-        let mut pulse = Heartbeat::new(patience, Instant::now());
+        let mut heartbeat = Heartbeat::new(patience, Instant::now());
         let before = self.written();
         let (mut asked, mut hung): (_, Option<Instant>) = (false, None);
         loop {
@@ -234,7 +234,7 @@ impl Watchdog {
             let written = self.written();
             // A single rank may compute for a long time between two events.
             let spent = self.launch.is_none().then(|| spent(child.id()));
-            if pulse.is_missed((written, spent), Instant::now()) && hung.is_none() {
+            if heartbeat.is_missed((written, spent), Instant::now()) && hung.is_none() {
                 hung = Some(Instant::now());
                 contract::note!("supervisor: nothing happens any more: the command is ended");
                 match self.launch.is_some() {
@@ -349,8 +349,8 @@ fn is_full(error: &std::io::Error) -> bool {
 /// Tries to write this many bytes into a folder, or its nearest existing parent, in an unlinked file that cannot
 /// outlive this process.
 fn takes(folder: &Path, bytes: u64) -> std::io::Result<()> {
-    let there = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
-    let path = there.join(format!(".room-{}", std::process::id()));
+    let existing = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
+    let path = existing.join(format!(".room-{}", std::process::id()));
     let mut file = std::fs::File::create(&path)?;
     std::fs::remove_file(&path)?;
     let block = vec![0; LITTLE as usize];
@@ -434,8 +434,8 @@ fn requeue(end: &ExitReport) -> Result<()> {
         return scontrol(&["requeue", &job]).map(|_| ()).map_err(cannot);
     }
     // Only a pending job can be updated, and a pending one may start at any time: so it is held meanwhile.
-    let told = scontrol(&["show", "job", &job]).map_err(cannot)?;
-    let before = told.split_whitespace().find_map(|word| word.strip_prefix("ExcNodeList="));
+    let shown = scontrol(&["show", "job", &job]).map_err(cannot)?;
+    let before = shown.split_whitespace().find_map(|word| word.strip_prefix("ExcNodeList="));
     let before = before.filter(|list| *list != "(null)" && !list.is_empty());
     let list: Vec<&str> = before.into_iter().chain([end.host.as_str()]).collect();
     let (job_id, list) = (format!("JobId={job}"), format!("ExcNodeList={}", list.join(",")));

@@ -4,7 +4,7 @@
 //! - `key` finds the secret by which the ranks of a run authenticate to each other.
 //! - [`mod@spawn`] is `--nproc`: it starts this program once per rank; `supervise` monitors the ranks until they end.
 //! - [`guard`] is `ztrain supervise`: it starts the whole command, with `--nproc` or another launcher, and restarts it
-//!   as [`rules`] say; `watch` detects hung and slow ranks, `ends` has the exit reports, `happened` informs people.
+//!   as [`rules`] say; `watch` detects hung and slow ranks, `ends` has the exit reports, `failure` informs people.
 //!
 //! Our launcher controls a rank through its standard input: "stop" asks it to stop, and end of file means that the
 //! launcher has died in any way. So no rank outlives its launcher, and no signals are needed. The supervisor controls
@@ -12,8 +12,8 @@
 
 mod background;
 mod ends;
+mod failure;
 pub mod guard;
-mod happened;
 mod key;
 pub mod place;
 pub mod rules;

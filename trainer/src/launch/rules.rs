@@ -336,7 +336,8 @@ impl ActionHistory {
     pub(crate) fn choose(
         &mut self,
         rules: &FaultRules,
-        (cause, culprit): (Cause, &RuleScope),
+        cause: Cause,
+        culprit: &RuleScope,
         possible: impl Fn(Action) -> bool,
         now: Instant,
     ) -> FaultRule {
@@ -355,9 +356,9 @@ impl ActionHistory {
     }
 
     /// When a rule was used for a culprit.
-    fn used(&self, cause: Cause, rule: usize, who: &RuleScope) -> impl Iterator<Item = &Instant> {
+    fn used(&self, cause: Cause, rule: usize, scope: &RuleScope) -> impl Iterator<Item = &Instant> {
         let of_this = move |(of, number, culprit, _): &&(Cause, usize, RuleScope, Instant)| {
-            (*of, *number) == (cause, rule) && culprit == who
+            (*of, *number) == (cause, rule) && culprit == scope
         };
         self.0.iter().filter(of_this).map(|(.., at)| at)
     }
@@ -408,7 +409,7 @@ mod tests {
             (FaultRules::default(), Instant::now(), ActionHistory::default());
         let mut choose = |rank: u32| {
             let culprit = RuleScope::Rank(Some(rank));
-            let rule = history.choose(&rules, (Cause::Crash, &culprit), |_| true, now);
+            let rule = history.choose(&rules, Cause::Crash, &culprit, |_| true, now);
             (rule.action, rule.again)
         };
         for rank in 0..9 {
@@ -442,7 +443,7 @@ mod tests {
             let (mut history, mut now, mut used) = (ActionHistory::default(), Instant::now(), Vec::new());
             for pause in seconds {
                 now += Duration::from_secs(pause);
-                let rule = history.choose(&rules, (Cause::Crash, &RuleScope::Rank(None)), possible, now);
+                let rule = history.choose(&rules, Cause::Crash, &RuleScope::Rank(None), possible, now);
                 let lately = |action: Action| {
                     let close = |at: &Instant| now - *at < Duration::from_secs(60);
                     used.iter().filter(|(done, at)| *done == action && close(at)).count() as u32

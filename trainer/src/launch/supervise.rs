@@ -13,7 +13,7 @@ use contract::{Class, Fault, Result};
 use kernels::group::{Agent, KeyValueStore};
 
 use super::ends::{ExitReport, ExitReports};
-use super::happened::{FailureEvent, tell};
+use super::failure::{FailureEvent, record_failure};
 use super::place::host_name;
 use super::rules::{Action, ActionHistory, Cause, FaultRule, FaultRules, RuleScope};
 use super::watch::{Heartbeat, ProgressByRank, StragglerDetector, behind, system_says};
@@ -39,9 +39,9 @@ pub(super) struct Rank {
     /// Why the launcher ended it, if it did.
     evicted: Option<&'static str>,
     /// The rule that made the launcher end it.
-    sentence: Option<FaultRule>,
+    decision: Option<FaultRule>,
     /// Whether its end was handled.
-    judged: bool,
+    handled: bool,
     /// When to restart it.
     again: Option<Instant>,
     /// Whether it was restarted and has not joined the others yet.
@@ -55,9 +55,9 @@ pub(super) struct Rank {
 impl Rank {
     /// A running rank.
     pub(super) fn new(rank: u32, child: Child) -> Self {
-        let (ended, evicted, sentence, again) = (None, None, None, None);
-        let (judged, joins, words, at) = (false, false, 0, None);
-        Rank { rank, child, ended, evicted, sentence, judged, again, joins, words, at }
+        let (ended, evicted, decision, again) = (None, None, None, None);
+        let (handled, joins, words, at) = (false, false, 0, None);
+        Rank { rank, child, ended, evicted, decision, handled, again, joins, words, at }
     }
 
     /// Whether it was lost: killed from outside or by its machine, and not ended by a fault that would stop every other
@@ -75,23 +75,24 @@ impl Rank {
     fn is_silent(&self, ends: &ExitReports) -> bool {
         let code = self.ended.and_then(|status| status.code());
         let lost = code == Some(i32::from(Class::Machine.exit_code()));
-        lost && self.evicted.is_none() && self.said(ends).is_none()
+        lost && self.evicted.is_none() && self.exit_report(ends).is_none()
     }
 
     /// Its exit report.
-    fn said(&self, ends: &ExitReports) -> Option<ExitReport> {
+    fn exit_report(&self, ends: &ExitReports) -> Option<ExitReport> {
         let of_this = |end: &ExitReport| end.rank == Some(self.rank) && !end.launcher;
         ends.read().into_iter().skip(self.words).find(of_this)
     }
 
     /// The cause of its end, and a description. Its own exit report takes precedence.
-    fn befallen(&self, ends: &ExitReports) -> (Option<Cause>, String) {
+    fn cause_of(&self, ends: &ExitReports) -> (Option<Cause>, String) {
         let how = self.ended.map(|status| format!("its process ended ({status})"));
         let how = how.unwrap_or_default();
         // A rank that was ended because the others continued without it may have reported why they did.
-        let said = self.said(ends);
-        let said = said.filter(|end| self.evicted.is_none() || end.cause != Some(Cause::Crash));
-        if let Some(end) = said {
+        let exit_report = self.exit_report(ends);
+        let exit_report =
+            exit_report.filter(|end| self.evicted.is_none() || end.cause != Some(Cause::Crash));
+        if let Some(end) = exit_report {
             return (end.cause, end.what);
         }
         if self.evicted.is_some() {
@@ -161,15 +162,15 @@ pub(super) struct Supervision {
     events: PathBuf,
     /// Their size when the ranks were started.
     before: u64,
-    pulse: Heartbeat<(ProgressByRank, u64)>,
-    pace: StragglerDetector,
+    heartbeat: Heartbeat<(ProgressByRank, u64)>,
+    stragglers: StragglerDetector,
 }
 
 impl Supervision {
     /// Supervises with these rules the run with these events.
     pub(super) fn new(rules: FaultRules, stay: u32, ends: ExitReports, events: PathBuf) -> Self {
         let patience = Duration::from_secs_f64(rules.hang_seconds);
-        let (pulse, pace) =
+        let (heartbeat, stragglers) =
             (Heartbeat::new(patience, Instant::now()), StragglerDetector::new(rules.slow));
         let before = events.metadata().map_or(0, |file| file.len());
         Supervision {
@@ -179,19 +180,14 @@ impl Supervision {
             ends,
             events,
             before,
-            pulse,
-            pace,
+            heartbeat,
+            stragglers,
         }
     }
 
     /// The rule for one rank, or for all. `left` ranks would be left without it, and `may_lose` is whether they can
     /// continue.
-    fn choose(
-        &mut self,
-        (cause, rank): (Cause, Option<u32>),
-        left: u64,
-        may_lose: bool,
-    ) -> FaultRule {
+    fn choose(&mut self, cause: Cause, rank: Option<u32>, left: u64, may_lose: bool) -> FaultRule {
         let Supervision { rules, history, stay, .. } = self;
         let possible = |action: Action| match action {
             Action::Restart => may_lose,
@@ -199,7 +195,7 @@ impl Supervision {
             _ => true,
         };
         let culprit = RuleScope::Rank(rank);
-        let rule = history.choose(rules, (cause, &culprit), possible, Instant::now());
+        let rule = history.choose(rules, cause, &culprit, possible, Instant::now());
         // A rank that is only slow loses nothing: if no other action is possible, the run continues.
         match (cause, rule.action) {
             (Cause::Straggler, Action::Stop) if !rules.about(cause).contains(&rule) => {
@@ -243,11 +239,11 @@ impl Launcher<'_> {
                 lost(error)
             })?;
             if failed.is_none() && !asked {
-                self.judge()?;
+                self.handle_exits()?;
                 self.start_again()?;
             }
-            let endured = self.endures();
-            if !endured && self.ranks.iter().any(Rank::failed) {
+            let can_continue = self.can_continue();
+            if !can_continue && self.ranks.iter().any(Rank::failed) {
                 failed.get_or_insert_with(Instant::now);
             }
             if failed.is_some_and(|since| since.elapsed() > GRACE) {
@@ -260,11 +256,11 @@ impl Launcher<'_> {
             }
             thread::sleep(LOOK);
         }
-        Ok(if self.endures() { 0 } else { exit_code(&self.ranks) })
+        Ok(if self.can_continue() { 0 } else { exit_code(&self.ranks) })
     }
 
     /// Whether the run may continue after the losses so far.
-    fn endures(&self) -> bool {
+    fn can_continue(&self) -> bool {
         self.elastic.as_ref().is_some_and(|elastic| elastic.allows(&self.ranks))
     }
 
@@ -301,7 +297,7 @@ impl Launcher<'_> {
             // There is no rank left to join.
             let joining = self.ranks.iter_mut().filter(|rank| rank.joins);
             joining.for_each(|rank| {
-                rank.judged = true;
+                rank.handled = true;
                 rank.end("the run ended before it could join");
             });
         }
@@ -310,38 +306,38 @@ impl Launcher<'_> {
         };
         let (seen, now) = (elastic.agent.whereabouts().map_err(lost)?, Instant::now());
         let written = std::fs::metadata(&supervision.events).map_or(0, |file| file.len());
-        let slow = supervision.pace.look(&seen);
+        let slow = supervision.stragglers.look(&seen);
         let held = |rank: &&Rank| rank.ended.is_none() && is_held(rank.child.id());
         let late = behind(&seen).or_else(|| {
             let mut held = self.ranks.iter().filter(held);
             held.next().filter(|_| held.next().is_none()).map(|rank| rank.rank)
         });
-        if supervision.pulse.is_missed((seen, written), now) {
-            supervision.pulse.again(now);
+        if supervision.heartbeat.is_missed((seen, written), now) {
+            supervision.heartbeat.again(now);
             let seconds = supervision.rules.hang_seconds;
-            self.sentence(late, Cause::Hang, &format!("no sign of life for {seconds} s"));
+            self.apply_rules(late, Cause::Hang, &format!("no sign of life for {seconds} s"));
         }
         if let Some(slow) = slow {
             let (seconds, usual) = (slow.seconds, slow.usual);
             let what =
                 format!("it computed {seconds:.3} s in a step, the median rank {usual:.3} s");
-            self.sentence(Some(slow.rank), Cause::Straggler, &what);
+            self.apply_rules(Some(slow.rank), Cause::Straggler, &what);
         }
         Ok(())
     }
 
     /// Applies the rules to a running rank; `None`: to all, if the one at fault is unknown.
-    fn sentence(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
+    fn apply_rules(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
         let index = rank.and_then(|rank| self.ranks.iter().position(|one| one.rank == rank));
         // From now on it counts as lost.
         let left = left(&self.ranks).saturating_sub(1);
         let least = self.elastic.as_ref().and_then(|elastic| elastic.least);
         let may_lose = index.is_some() && least.is_some_and(|least| left >= u64::from(least));
         let Some(supervision) = &mut self.supervision else { return };
-        let rule = supervision.choose((cause, rank), left, may_lose);
+        let rule = supervision.choose(cause, rank, left, may_lose);
         let action = rule.action;
         if action.is_of_one_rank() {
-            tell(
+            record_failure(
                 &supervision.events,
                 &FailureEvent { cause, rank, action, what, host: &host_name() },
             );
@@ -350,7 +346,7 @@ impl Launcher<'_> {
             (_, Action::Note) => (),
             (Some(index), Action::Restart | Action::Evict) => {
                 let rank = &mut self.ranks[index];
-                rank.sentence = Some(rule);
+                rank.decision = Some(rule);
                 rank.end(match cause {
                     Cause::Straggler => "it is slower than the others, and the rules say so",
                     _ => "it gave no sign of life, and the rules say so",
@@ -361,33 +357,33 @@ impl Launcher<'_> {
     }
 
     /// Applies the rules to ranks that have ended.
-    fn judge(&mut self) -> Result<()> {
+    fn handle_exits(&mut self) -> Result<()> {
         for index in 0..self.ranks.len() {
-            let (endures, left) = (self.endures(), left(&self.ranks));
+            let (can_continue, left) = (self.can_continue(), left(&self.ranks));
             let Some(supervision) = &mut self.supervision else { return Ok(()) };
             let rank = &mut self.ranks[index];
-            if !rank.failed() || rank.judged {
+            if !rank.failed() || rank.handled {
                 continue;
             }
             let fresh = rank.at.is_some_and(|at| at.elapsed() < SILENCE);
             if fresh && rank.is_silent(&supervision.ends) {
                 continue;
             }
-            rank.judged = true;
+            rank.handled = true;
             let number = rank.rank;
-            let (cause, what) = rank.befallen(&supervision.ends);
+            let (cause, what) = rank.cause_of(&supervision.ends);
             // A rank that reports a fault before training begins is not restarted, except for a full disk.
             let began =
                 supervision.events.metadata().map_or(0, |file| file.len()) > supervision.before;
-            let silent = rank.said(&supervision.ends).is_none();
+            let silent = rank.exit_report(&supervision.ends).is_none();
             let cause = cause.filter(|cause| began || silent || *cause == Cause::Disk);
-            let rule = match (rank.sentence.take(), cause) {
+            let rule = match (rank.decision.take(), cause) {
                 (Some(rule), _) => rule,
                 (None, Some(cause)) => {
-                    let rule = supervision.choose((cause, Some(number)), left, endures);
+                    let rule = supervision.choose(cause, Some(number), left, can_continue);
                     let (rank, action, host) = (Some(number), rule.action, host_name());
                     if action.is_of_one_rank() {
-                        tell(
+                        record_failure(
                             &supervision.events,
                             &FailureEvent { cause, rank, action, what: &what, host: &host },
                         );
@@ -469,6 +465,6 @@ fn exit_code(ranks: &[Rank]) -> u8 {
         code.and_then(|code| u8::try_from(code).ok()).unwrap_or(lost)
     };
     let codes: Vec<u8> = ranks.iter().map(code).filter(|code| *code != 0).collect();
-    let told = codes.iter().find(|code| **code != lost);
-    told.or(codes.first()).copied().unwrap_or(0)
+    let specific = codes.iter().find(|code| **code != lost);
+    specific.or(codes.first()).copied().unwrap_or(0)
 }

@@ -69,7 +69,7 @@ pub(super) struct StragglerDetector {
     /// Seconds of each rank, for steps that not all ranks have finished.
     steps: BTreeMap<u64, BTreeMap<u32, f64>>,
     /// The last step that was evaluated.
-    judged: u64,
+    checked: u64,
     /// For how many consecutive steps each rank has been slow.
     count: BTreeMap<u32, usize>,
 }
@@ -86,7 +86,7 @@ pub(super) struct Straggler {
 impl StragglerDetector {
     /// With no observations yet.
     pub(super) fn new(slow: StragglerRule) -> Self {
-        StragglerDetector { slow, steps: BTreeMap::new(), judged: 0, count: BTreeMap::new() }
+        StragglerDetector { slow, steps: BTreeMap::new(), checked: 0, count: BTreeMap::new() }
     }
 
     /// Records an observation; returns a rank that has just become a straggler. A step is evaluated once all ranks
@@ -94,16 +94,16 @@ impl StragglerDetector {
     pub(super) fn look(&mut self, seen: &ProgressByRank) -> Option<Straggler> {
         for (rank, at) in seen {
             for (step, time) in at.iter().flat_map(|at| &at.computed) {
-                if *step > self.judged {
+                if *step > self.checked {
                     self.steps.entry(*step).or_default().insert(*rank, time.as_secs_f64());
                 }
             }
         }
         let mut found = None;
         while let Some((step, times)) = self.complete(seen) {
-            self.judged = step;
+            self.checked = step;
             self.steps.retain(|left, _| *left > step);
-            found = self.judge(&times).or(found);
+            found = self.find_straggler(&times).or(found);
         }
         found
     }
@@ -117,7 +117,7 @@ impl StragglerDetector {
         Some((*step, times.clone()))
     }
 
-    fn judge(&mut self, times: &BTreeMap<u32, f64>) -> Option<Straggler> {
+    fn find_straggler(&mut self, times: &BTreeMap<u32, f64>) -> Option<Straggler> {
         let usual = median(times.values().copied().collect());
         let apart = median(times.values().map(|time| (time - usual).abs()).collect());
         // A normal distribution's median absolute deviation is 0.6745 standard deviations; a thousandth of the time is
@@ -160,8 +160,9 @@ mod tests {
     #[test]
     fn a_pulse_is_missed_after_its_time_and_not_before() {
         let start = Instant::now();
-        let mut pulse = Heartbeat::new(Duration::from_secs(5), start);
-        let mut look = |seen, seconds| pulse.is_missed(seen, start + Duration::from_secs(seconds));
+        let mut heartbeat = Heartbeat::new(Duration::from_secs(5), start);
+        let mut look =
+            |seen, seconds| heartbeat.is_missed(seen, start + Duration::from_secs(seconds));
         // Before the first progress it has time to start.
         assert!(!look(1, 0) && !look(1, 60));
         assert!(!look(2, 61) && !look(2, 66) && look(2, 67));
@@ -189,16 +190,16 @@ mod tests {
         ) {
             prop_assume!(!(1.3..2.0).contains(&factor));
             let slow = StragglerRule { times: 1.6, score: 3.0, steps };
-            let (mut pace, mut found) = (StragglerDetector::new(slow), Vec::new());
+            let (mut stragglers, mut found) = (StragglerDetector::new(slow), Vec::new());
             for step in 1..=20 {
                 let time = |rank: u32| {
                     let base = 1.0 + noise[(step as u32 * 9 + rank) as usize];
                     if rank == 0 && step > from { base * factor } else { base }
                 };
                 let seen = (0..ranks).map(|rank| (rank, at(step, step, time(rank)))).collect();
-                found.extend(pace.look(&seen).map(|one| (step, one.rank)));
+                found.extend(stragglers.look(&seen).map(|one| (step, one.rank)));
                 // A step is evaluated only once.
-                prop_assert_eq!(pace.look(&seen), None);
+                prop_assert_eq!(stragglers.look(&seen), None);
             }
             let wanted = (factor >= 2.0).then_some((from + steps as u64, 0));
             prop_assert_eq!(found, wanted.into_iter().collect::<Vec<_>>());

@@ -218,9 +218,9 @@ pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
     let mut shares = Vec::new();
     for _ in 0..rounds {
         group.barrier("a stretch of computing").map_err(lost)?;
-        let said = WordWriter::default().float(load(calls)?).bytes().to_vec();
-        let heard = group.all_gather("a stretch of computing", &said).map_err(lost)?;
-        let all = heard.iter().map(|heard| WordReader::new(heard).float());
+        let message = WordWriter::default().float(load(calls)?).bytes().to_vec();
+        let gathered = group.all_gather("a stretch of computing", &message).map_err(lost)?;
+        let all = gathered.iter().map(|gathered| WordReader::new(gathered).float());
         let all = all.collect::<Result<Vec<f64>>>()?;
         let slowest = all.iter().copied().fold(0.0, f64::max);
         let mean = all.iter().sum::<f64>() / all.len() as f64;
@@ -231,12 +231,14 @@ pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
 }
 
 /// The largest value that any rank has.
-fn agree(group: &Group, mine: f64) -> Result<f64> {
-    let heard = group
-        .all_gather("a measurement", WordWriter::default().float(mine).bytes())
+fn agree(group: &Group, seconds: f64) -> Result<f64> {
+    let gathered = group
+        .all_gather("a measurement", WordWriter::default().float(seconds).bytes())
         .map_err(lost)?;
-    let values =
-        heard.iter().map(|heard| WordReader::new(heard).float()).collect::<Result<Vec<_>>>()?;
+    let values = gathered
+        .iter()
+        .map(|gathered| WordReader::new(gathered).float())
+        .collect::<Result<Vec<_>>>()?;
     Ok(values.into_iter().fold(0.0, f64::max))
 }
 
@@ -331,19 +333,19 @@ fn all_to_all(group: &Group, parts: &Tensor) -> Result<Vec<Tensor>> {
     Ok(found.into_iter().map(|(_, part)| part).collect())
 }
 
-/// Sends `mine` to all ranks; row `r` of `out` is rank `r`'s.
-fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
+/// Sends `tensor` to all ranks; row `r` of `out` is rank `r`'s.
+fn all_gather(group: &Group, tensor: &Tensor, out: &Tensor) -> Result<()> {
     let mut exchange = group.begin("an all-gather").map_err(lost)?;
     let mut arrivals = Vec::new();
     for from in group.others() {
-        let count = mine.numel() as i64;
+        let count = tensor.numel() as i64;
         arrivals.push((from, exchange.receive(0, from, Kind::Float, count).map_err(lost)?));
     }
     for to in group.others() {
-        exchange.send(0, to, mine).map_err(lost)?;
+        exchange.send(0, to, tensor).map_err(lost)?;
     }
     exchange.close(0).map_err(lost)?;
-    out.get(i64::from(group.rank())).copy_(mine);
+    out.get(i64::from(group.rank())).copy_(tensor);
     for (from, arrival) in arrivals {
         out.get(i64::from(from)).copy_(&arrival.wait().map_err(lost)?);
     }
@@ -352,15 +354,15 @@ fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
 
 /// Each rank sends to all others, one rank after the other; row `r` of `out` is rank `r`'s. The next transfer runs
 /// while one is awaited.
-fn in_turn(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
+fn in_turn(group: &Group, tensor: &Tensor, out: &Tensor) -> Result<()> {
     let mut exchange = group.begin("shards in turn").map_err(lost)?;
-    let (me, count) = (group.rank(), mine.numel() as i64);
+    let (me, count) = (group.rank(), tensor.numel() as i64);
     let mut before = None;
     for holder in 0..group.world() {
         let round = u64::from(holder);
         let coming = match holder == me {
             true => {
-                let send = |to| exchange.send(round, to, mine);
+                let send = |to| exchange.send(round, to, tensor);
                 group.others().try_for_each(send).map_err(lost)?;
                 None
             }
@@ -377,16 +379,16 @@ fn in_turn(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     if let Some((holder, arrival)) = before {
         out.get(i64::from(holder)).copy_(&arrival.wait().map_err(lost)?);
     }
-    out.get(i64::from(me)).copy_(mine);
+    out.get(i64::from(me)).copy_(tensor);
     exchange.finish().map_err(lost)
 }
 
 /// The same around a ring: forwards to the next rank what the previous one sent.
-fn around(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
+fn around(group: &Group, tensor: &Tensor, out: &Tensor) -> Result<()> {
     let mut exchange = group.begin("shards around a ring").map_err(lost)?;
-    let (me, world, count) = (group.rank(), group.world(), mine.numel() as i64);
-    let mut here = mine.shallow_clone();
-    out.get(i64::from(me)).copy_(mine);
+    let (me, world, count) = (group.rank(), group.world(), tensor.numel() as i64);
+    let mut here = tensor.shallow_clone();
+    out.get(i64::from(me)).copy_(tensor);
     for step in 1..world {
         let (round, from) = (u64::from(step), (me + world - 1) % world);
         let arrival = exchange.receive(round, from, Kind::Float, count).map_err(lost)?;

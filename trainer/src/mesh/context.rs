@@ -58,17 +58,18 @@ pub(crate) struct SharingExchange<'a> {
 impl SharingGroup {
     /// The line of the ranks that share micro-batches with this one, if any.
     pub(crate) fn sharing(lines: &PhaseMesh<'_>) -> Result<Option<SharingGroup>> {
-        SharingGroup::of(lines, (SHARING, Axis::Sharing), "the sharing of micro-batches")
+        SharingGroup::of(lines, SHARING, Axis::Sharing, "the sharing of micro-batches")
     }
 
     /// The line of the ranks that shard the weights with this one.
     pub(crate) fn folded(lines: &PhaseMesh<'_>) -> Result<Option<SharingGroup>> {
-        SharingGroup::of(lines, (FOLDED, Axis::Tsp), "the handing over of shards")
+        SharingGroup::of(lines, FOLDED, Axis::Tsp, "the handing over of shards")
     }
 
     fn of(
         lines: &PhaseMesh<'_>,
-        (number, axis): (usize, Axis),
+        number: usize,
+        axis: Axis,
         what: &'static str,
     ) -> Result<Option<SharingGroup>> {
         let (mesh, rank) = (lines.mesh, lines.team.group.rank());
@@ -192,7 +193,7 @@ pub(crate) struct SharedSink<'a, 'b> {
 struct PendingParameter<'a> {
     id: ParamId,
     term: GradientTerm,
-    own: Vec<ChunkSum>,
+    sums: Vec<ChunkSum>,
     numbers: Box<dyn PendingReceive + 'a>,
     /// For stacked experts: the number of elements, and the experts in the first local block and in each other.
     experts: Option<(i64, UsedExperts, Box<dyn PendingReceive + 'a>)>,
@@ -224,7 +225,7 @@ impl<'a, 'b> SharedSink<'a, 'b> {
 
     /// Adds the blocks of all chunks to this rank's slice.
     fn add(&mut self, travelling: PendingParameter<'_>) -> Result<()> {
-        let PendingParameter { id, term, own, numbers, experts } = travelling;
+        let PendingParameter { id, term, sums, numbers, experts } = travelling;
         let SharedMicroBatch { dealt, slices, .. } = self.shared;
         let ranges = slices.of(id.index(), dealt.place);
         let length = slices.length(id.index(), dealt.place);
@@ -234,12 +235,12 @@ impl<'a, 'b> SharedSink<'a, 'b> {
             None => None,
         };
         let _watch = timing::part(timing::StepPart::Tree);
-        let (mut sum, mut own) = (Counter::new(), own.into_iter());
+        let (mut sum, mut sums) = (Counter::new(), sums.into_iter());
         for place in 0..dealt.degree {
             for (at, (level, _)) in (0..).zip(levels(dealt, place)) {
                 if place == dealt.place {
-                    let own = own.next().ok_or_else(missing)?;
-                    sum.push_block(level, own).map_err(refused)?;
+                    let sums = sums.next().ok_or_else(missing)?;
+                    sum.push_block(level, sums).map_err(refused)?;
                     continue;
                 }
                 let gradient = numbers[place as usize].f_narrow(0, at * length, length);
@@ -295,8 +296,8 @@ impl GradientSink for SharedSink<'_, '_> {
 
     fn part(&mut self, id: ParamId, term: GradientTerm, parts: Vec<ChunkSum>) -> Result<()> {
         let SharedMicroBatch { line, dealt, slices, .. } = self.shared;
-        let own = parts.iter().map(|part| part.cut(slices.of(id.index(), dealt.place)));
-        let own = own.collect::<kernels::Result<_>>().map_err(refused)?;
+        let sums = parts.iter().map(|part| part.cut(slices.of(id.index(), dealt.place)));
+        let sums = sums.collect::<kernels::Result<_>>().map_err(refused)?;
         let give = (0..dealt.degree).map(|place| {
             let other = place != dealt.place;
             let ranges: &[Range<i64>] = if other { slices.of(id.index(), place) } else { &[] };
@@ -326,7 +327,7 @@ impl GradientSink for SharedSink<'_, '_> {
             }
             None => None,
         };
-        self.under_way.push_back(PendingParameter { id, term, own, numbers, experts });
+        self.under_way.push_back(PendingParameter { id, term, sums, numbers, experts });
         match self.under_way.len() > 1 {
             true => self.under_way.pop_front().map_or(Ok(()), |travelling| self.add(travelling)),
             false => Ok(()),

@@ -68,7 +68,7 @@ pub(crate) struct GradientReduction<'a> {
     /// For each stage that may still be under way: how many sends had begun when it was sent.
     leaving: VecDeque<usize>,
     /// This rank's payload for itself, of each of its blocks.
-    mine: VecDeque<Tensor>,
+    payloads: VecDeque<Tensor>,
     /// Arrivals from each rank by block: from this machine for this rank as leader, or from a leader elsewhere.
     coming: Vec<VecDeque<Arrival<'a>>>,
     /// This rank's pieces of this machine's blocks.
@@ -104,7 +104,7 @@ impl<'a> GradientReduction<'a> {
             stage: 0,
             sent: 0,
             leaving: VecDeque::new(),
-            mine: VecDeque::new(),
+            payloads: VecDeque::new(),
             coming,
             joined: VecDeque::new(),
             sums: (0..count).map(|_| Counter::new()).collect(),
@@ -284,7 +284,7 @@ impl<'a> GradientReduction<'a> {
         let here = self.lines.data.nodes.ranks(self.lines.data.nodes.here());
         for (to, payload) in here.zip(self.payloads(gradients, first)?) {
             if to == self.me() {
-                self.mine.push_back(payload);
+                self.payloads.push_back(payload);
             } else {
                 self.exchange.send(round, self.rank(to), &payload).map_err(lost)?;
             }
@@ -359,9 +359,10 @@ impl<'a> GradientReduction<'a> {
             for rank in self.lines.data.nodes.ranks(here) {
                 let part = self.parts[rank as usize][round].clone();
                 for (level, _) in blocks(part.start, part.end) {
-                    let mine = if rank == self.me() { self.mine.pop_front() } else { None };
+                    let own_payload =
+                        if rank == self.me() { self.payloads.pop_front() } else { None };
                     let payload =
-                        mine.map_or_else(|| arrived(&mut self.coming[rank as usize]), Ok)?;
+                        own_payload.map_or_else(|| arrived(&mut self.coming[rank as usize]), Ok)?;
                     let complete = {
                         let _watch = timing::part(timing::StepPart::Tree);
                         joined.push_block(level, payload).map_err(refused)?
@@ -393,8 +394,8 @@ impl<'a> GradientReduction<'a> {
             at += length;
             if to == self.me() {
                 // A copy: an alias would keep the whole block alive.
-                let like = (part.kind(), part.device());
-                self.joined.push_back(tree::joined(&[part], like).map_err(refused)?);
+                let (kind, device) = (part.kind(), part.device());
+                self.joined.push_back(tree::joined(&[part], kind, device).map_err(refused)?);
             } else {
                 self.exchange.send(round, self.rank(to), &part).map_err(lost)?;
             }

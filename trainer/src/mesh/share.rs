@@ -29,7 +29,7 @@ fn whole(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
     let (owners, weights) = (&state.owners, &state.weights);
     let (group, nodes, me) = (team.group, &team.nodes, owners.rank());
     let here = |rank: &u32| nodes.of(*rank) == nodes.here();
-    let mine = pack(state)?;
+    let payload = pack(state)?;
     let mut exchange = group.begin("the sharing of new weights").map_err(lost)?;
     // Posted in the order in which each rank sends: first its own, then what it forwards.
     let (direct, passed): (Vec<u32>, Vec<u32>) = (0..group.world())
@@ -44,10 +44,10 @@ fn whole(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
         arrivals.push((owner, arrival));
     }
     for to in group.others().filter(|to| nodes.relay(*to, me) == me) {
-        exchange.send(0, to, &mine).map_err(lost)?;
+        exchange.send(0, to, &payload).map_err(lost)?;
     }
     exchange.close(0).map_err(lost)?;
-    let told = arrivals.split_off(direct.len());
+    let relayed = arrivals.split_off(direct.len());
     for (owner, arrival) in arrivals {
         let packed = arrival.wait().map_err(lost)?;
         if !here(&owner) {
@@ -58,7 +58,7 @@ fn whole(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
         take(state, owner, &packed)?;
     }
     exchange.close(1).map_err(lost)?;
-    for (owner, arrival) in told {
+    for (owner, arrival) in relayed {
         take(state, owner, &arrival.wait().map_err(lost)?)?;
     }
     exchange.finish().map_err(lost)
@@ -178,13 +178,13 @@ fn copied(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
 /// The checksums of all pieces in canonical order, from the ends of the messages that each rank sent about its own.
 pub(crate) fn sums(
     owners: &Ownership,
-    mut said: Vec<WordReader<'_>>,
+    mut gathered: Vec<WordReader<'_>>,
 ) -> Result<Vec<ShardChecksums>> {
     let of_piece = |piece: &ParamShard| {
-        let said = &mut said[piece.owner as usize];
-        Ok([said.word()?, said.word()?, said.word()?])
+        let gathered = &mut gathered[piece.owner as usize];
+        Ok([gathered.word()?, gathered.word()?, gathered.word()?])
     };
     let sums = owners.pieces().iter().map(of_piece).collect::<Result<_>>()?;
-    said.into_iter().try_for_each(WordReader::end)?;
+    gathered.into_iter().try_for_each(WordReader::end)?;
     Ok(sums)
 }

@@ -94,9 +94,9 @@ impl<'a> ProcessMesh<'a> {
     }
 
     /// Sends a small message to all ranks, and receives theirs.
-    pub(crate) fn tell(&self, what: &str, mine: &WordWriter) -> Result<Gathered> {
+    pub(crate) fn all_gather(&self, operation: &str, message: &WordWriter) -> Result<Gathered> {
         let _watch = timing::part(timing::StepPart::Peers);
-        self.group.all_gather(what, mine.bytes()).map(Gathered).map_err(lost)
+        self.group.all_gather(operation, message.bytes()).map(Gathered).map_err(lost)
     }
 }
 
@@ -148,31 +148,31 @@ impl PhaseMesh<'_> {
     pub(crate) fn in_order<T>(
         &self,
         micro_batches: u64,
-        said: Vec<Vec<T>>,
+        reports: Vec<Vec<T>>,
         joined: impl Fn(T, T) -> Result<T>,
     ) -> Result<Vec<T>> {
         let parts = self.parts(micro_batches)?;
         let mut places: Vec<Vec<T>> = Vec::new();
-        for (rank, said) in (0..).zip(said) {
+        for (rank, reports) in (0..).zip(reports) {
             if self.mesh.place(Axis::Sharing, rank) == 0 {
-                places.push(said);
+                places.push(reports);
                 continue;
             }
             let before = places.pop().unwrap_or_default();
-            if before.len() != said.len() {
+            if before.len() != reports.len() {
                 return Err(Fault::bug("ranks that share micro-batches have not as many"));
             }
-            let both = before.into_iter().zip(said);
+            let both = before.into_iter().zip(reports);
             places.push(both.map(|(one, other)| joined(one, other)).collect::<Result<_>>()?);
         }
-        let mut said: Vec<_> = places.into_iter().map(Vec::into_iter).collect();
+        let mut reports: Vec<_> = places.into_iter().map(Vec::into_iter).collect();
         let mut all = Vec::new();
         for round in 0..parts.first().map_or(0, Vec::len) {
-            for (part, said) in parts.iter().zip(&mut said) {
-                all.extend(said.take((part[round].end - part[round].start) as usize));
+            for (part, reports) in parts.iter().zip(&mut reports) {
+                all.extend(reports.take((part[round].end - part[round].start) as usize));
             }
         }
-        let more = said.iter_mut().any(|said| said.next().is_some());
+        let more = reports.iter_mut().any(|reports| reports.next().is_some());
         if all.len() as u64 != micro_batches || more {
             return Err(Fault::bug(format!(
                 "{} micro-batches were computed of {micro_batches}",

@@ -65,8 +65,9 @@ fn gradients_are_those_of_automatic_differentiation() {
     for skip in [SkipOutput::Zero, SkipOutput::Identity] {
         let (config, params, balance, arrays) = middling(skip);
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
-        let (specs, weights) = (parameters(&config), (&params[..], &balance[..]));
-        let (losses, grads) = oracle::forward_backward(&config, &specs, weights, &prepared, 200);
+        let specs = parameters(&config);
+        let (losses, grads) =
+            oracle::forward_backward(&config, &specs, &params, &balance, &prepared, 200);
         for ops in [CPU, REFERENCE] {
             let options = MicroBatchOptions { ops, ..MicroBatchOptions::default() };
             let staged = arrays.input().stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
@@ -97,10 +98,11 @@ fn plain_feed_forwards_have_the_gradients_of_automatic_differentiation() {
         let (config, params, balance, arrays) =
             middling_of(ZayaConfig { feed_forward, ..preset() });
         assert_eq!(super::router_classes(&config), classes);
-        let (specs, weights) = (parameters(&config), (&params[..], &balance[..]));
+        let specs = parameters(&config);
         assert!(specs.iter().all(|spec| !spec.name.contains("router_states_scale")));
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
-        let (losses, grads) = oracle::forward_backward(&config, &specs, weights, &prepared, 200);
+        let (losses, grads) =
+            oracle::forward_backward(&config, &specs, &params, &balance, &prepared, 200);
         let whole = MicroBatchOptions::default();
         let cut = |chunks, shards| whole.cut(Cut { chunks, shards });
         let by_library = MicroBatchOptions { ops: REFERENCE, ..cut(4, 2) };

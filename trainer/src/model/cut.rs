@@ -133,14 +133,15 @@ impl<'a> Chunks<'a> {
                 .wanted("a divisor of seq_len, which the ranks that share a micro-batch divide"));
         }
         let grid = ChunkGrid { length, width: length / count as i64, rows: input.rows };
-        Chunks::dealt(config, input, grid, (dealt, line)).map_err(refused)
+        Chunks::dealt(config, input, grid, dealt, line).map_err(refused)
     }
 
     fn dealt(
         config: &ZayaConfig,
         input: &DeviceMicroBatch,
         grid: ChunkGrid,
-        (dealt, line): (Assignment, Option<&'a dyn AxisComm>),
+        dealt: Assignment,
+        line: Option<&'a dyn AxisComm>,
     ) -> kernels::Result<Chunks<'a>> {
         let (size, device) = (grid.rows * grid.width, input.tokens.device());
         let documents = input.spans.clone();
@@ -154,7 +155,7 @@ impl<'a> Chunks<'a> {
         };
         let chunks = |chunk| match dealt.chunks {
             1 => Chunk::whole(config, input),
-            _ => Chunk::cut(config, input, (grid, &beside, &earlier), chunk),
+            _ => Chunk::cut(config, input, grid, &beside, &earlier, chunk),
         };
         let parts = dealt.own().into_iter().map(chunks).collect::<kernels::Result<_>>()?;
         Ok(Chunks { parts, dealt, line, grid, documents, beside, earlier })
@@ -210,19 +211,19 @@ impl<'a> Chunks<'a> {
 
     /// Indices into [`Chunks::iter`] in the order of the tree of gradients, which keeps the fewest partial sums.
     pub(super) fn by_leaf(&self) -> impl Iterator<Item = usize> + use<> {
-        let (dealt, own) = (self.dealt, self.dealt.own());
+        let (dealt, chunks) = (self.dealt, self.dealt.own());
         let leaves = dealt.leaves(dealt.place);
-        leaves.map(move |leaf| own.partition_point(|chunk| *chunk < dealt.chunk(leaf)))
+        leaves.map(move |leaf| chunks.partition_point(|chunk| *chunk < dealt.chunk(leaf)))
     }
 
-    /// Begins to fetch the table for [`Chunk::around`]; `own` has the rows of all local chunks along `dim`.
-    pub(super) fn beside(&self, own: &Tensor, dim: i64) -> kernels::Result<PendingTable<'a>> {
-        self.beside.fetch(self.line, own, dim)
+    /// Begins to fetch the table for [`Chunk::around`]; `tensor` has the rows of all local chunks along `dim`.
+    pub(super) fn beside(&self, tensor: &Tensor, dim: i64) -> kernels::Result<PendingTable<'a>> {
+        self.beside.fetch(self.line, tensor, dim)
     }
 
     /// The same for [`Chunk::keys`].
-    pub(super) fn earlier(&self, own: &Tensor, dim: i64) -> kernels::Result<PendingTable<'a>> {
-        self.earlier.fetch(self.line, own, dim)
+    pub(super) fn earlier(&self, tensor: &Tensor, dim: i64) -> kernels::Result<PendingTable<'a>> {
+        self.earlier.fetch(self.line, tensor, dim)
     }
 
     /// The first row of a document's part in the table of [`Chunks::earlier`], and how many rows it has.
@@ -242,26 +243,26 @@ impl<'a> Chunks<'a> {
         if let ([whole], None) = (parts, self.line) {
             return Ok(whole.shallow_clone());
         }
-        let own = Tensor::f_stack(parts, 0)?;
-        let by_chunk = self.of_all("losses of tokens", &own)?;
+        let stacked = Tensor::f_stack(parts, 0)?;
+        let by_chunk = self.of_all("losses of tokens", &stacked)?;
         let by_chunk = by_chunk.f_view([self.dealt.chunks as i64, self.grid.rows, -1])?;
         Ok(by_chunk.f_transpose(0, 1)?.f_reshape([-1])?)
     }
 
     /// Gathers every rank's `[c, n]`, f32, one row per chunk: those of all chunks, in the order of chunks.
-    pub(super) fn of_all(&self, what: &'static str, own: &Tensor) -> kernels::Result<Tensor> {
-        let Some(line) = self.line else { return Ok(own.shallow_clone()) };
+    pub(super) fn of_all(&self, what: &'static str, losses: &Tensor) -> kernels::Result<Tensor> {
+        let Some(line) = self.line else { return Ok(losses.shallow_clone()) };
         let Assignment { chunks, degree, place } = self.dealt;
         let give: Vec<Tensor> =
-            (0..degree).map(|_| own.f_reshape([-1])).collect::<std::result::Result<_, _>>()?;
-        let take = vec![own.numel() as i64; degree as usize];
+            (0..degree).map(|_| losses.f_reshape([-1])).collect::<std::result::Result<_, _>>()?;
+        let take = vec![losses.numel() as i64; degree as usize];
         let mut found = line.begin(what, &give, &take, Kind::Float)?.wait()?;
         found[place as usize] = give[place as usize].shallow_clone();
         let mut by_chunk: Vec<Option<Tensor>> = (0..chunks).map(|_| None).collect();
         for (place, found) in (0..degree).zip(&found) {
-            let theirs = Assignment { place, ..self.dealt }.own();
-            let found = found.f_view([theirs.len() as i64, -1])?;
-            for (at, chunk) in (0..).zip(theirs) {
+            let computed = Assignment { place, ..self.dealt }.own();
+            let found = found.f_view([computed.len() as i64, -1])?;
+            for (at, chunk) in (0..).zip(computed) {
                 by_chunk[chunk as usize] = Some(found.f_select(0, at)?);
             }
         }
@@ -286,24 +287,26 @@ impl Chunk {
     fn cut(
         config: &ZayaConfig,
         input: &DeviceMicroBatch,
-        (grid, beside, earlier): (ChunkGrid, &Table, &Table),
+        grid: ChunkGrid,
+        beside: &Table,
+        earlier: &Table,
         number: u64,
     ) -> kernels::Result<Chunk> {
         let chunk = number as i64;
-        let own = |x: &Tensor| {
+        let select = |x: &Tensor| {
             x.f_view([grid.rows, -1, grid.width])?
                 .f_select(1, chunk)?
                 .f_reshape([-1])?
                 .f_contiguous()
         };
-        let (mut spans, mut around, mut mine, mut starts) = (vec![], vec![], vec![], vec![]);
+        let (mut spans, mut around, mut computed, mut starts) = (vec![], vec![], vec![], vec![]);
         let (mut keys, mut pieces) = (vec![], vec![]);
         for (index, document) in input.spans.iter().enumerate() {
             let Some(part) = grid.part(*document, chunk) else { continue };
             let [first, last] = [part.before.min(REACH), part.after.min(REACH)];
             starts.push(around.len() as i64);
             let begin = around.len() as i64 + first;
-            mine.extend(begin..begin + part.span.len);
+            computed.extend(begin..begin + part.span.len);
             around.extend(
                 (part.place - first..part.place + part.span.len + last)
                     .map(|place| beside.row(grid.chunk(place), grid.row(part.sequence, place))),
@@ -317,18 +320,18 @@ impl Chunk {
                 keys.extend(first..first + rows.len);
             }
         }
-        let there = |list: &[i64]| device::integers(input.tokens.device(), list);
+        let on_device = |list: &[i64]| device::integers(input.tokens.device(), list);
         Ok(Chunk {
-            tokens: own(&input.tokens)?,
-            labels: own(&input.labels)?,
-            mask: own(&input.mask)?,
+            tokens: select(&input.tokens)?,
+            labels: select(&input.labels)?,
+            mask: select(&input.mask)?,
             spans,
             attending: OnceCell::new(),
-            rotary: Rotary::new(config, &own(&input.positions)?)?,
+            rotary: Rotary::new(config, &select(&input.positions)?)?,
             others: Some(RemoteRows {
-                around: there(&around)?,
-                own: there(&mine)?,
-                keys: there(&keys)?,
+                around: on_device(&around)?,
+                own: on_device(&computed)?,
+                keys: on_device(&keys)?,
                 pieces,
             }),
             starts: there(&starts)?,

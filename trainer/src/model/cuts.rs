@@ -40,9 +40,15 @@ impl Model {
     /// Asserts that losses and gradients match autograd in f64.
     fn assert_differentiated(&self, arrays: &Arrays, options: MicroBatchOptions) {
         let prepared = arrays.input().prepare(&self.config, Device::Cpu).unwrap();
-        let (specs, weights) = (parameters(&self.config), (&self.params[..], &self.balance[..]));
-        let (losses, grads) =
-            oracle::forward_backward(&self.config, &specs, weights, &prepared, 200);
+        let specs = parameters(&self.config);
+        let (losses, grads) = oracle::forward_backward(
+            &self.config,
+            &specs,
+            &self.params,
+            &self.balance,
+            &prepared,
+            200,
+        );
         let out = self.micro_batch(&arrays.input(), options);
         assert!(relative(&out.token_losses, &losses) < 1e-6, "{options:?}");
         let mut worst = 0f64;

@@ -231,8 +231,9 @@ impl<'a> Gradients<'a> {
     }
 
     /// Called when all local chunks have been added.
-    fn complete(&mut self, (id, term): Key) -> Result<()> {
-        let mut sum = self.waiting.remove(&(id, term)).ok_or_else(missing_chunk)?.nodes;
+    fn complete(&mut self, key: Key) -> Result<()> {
+        let (id, term) = key;
+        let mut sum = self.waiting.remove(&key).ok_or_else(missing_chunk)?.nodes;
         if self.dealt.degree > 1 {
             let leaves = self.dealt.leaves(self.dealt.place);
             let blocks = blocks(leaves.start, leaves.end).into_iter();
@@ -318,9 +319,9 @@ impl ChunkSum {
             meeting.added.push((gradient.shallow_clone(), right.gradient.shallow_clone()));
             return Ok(());
         };
-        let (all, theirs) = (gradient.f_view([-1])?, right.gradient.f_reshape([-1])?);
+        let (all, right_values) = (gradient.f_view([-1])?, right.gradient.f_reshape([-1])?);
         let spans = own.spans.iter().map(|(expert, first, len)| {
-            let [here, there] = [&all, &theirs].map(|all| all.f_narrow(0, *first, *len));
+            let [here, there] = [&all, &right_values].map(|all| all.f_narrow(0, *first, *len));
             kernels::Result::<_>::Ok((*expert, (here?, there?)))
         });
         own.present = match (&own.present, &others.present) {
@@ -381,7 +382,7 @@ impl ChunkSum {
                 parts.push(all.f_narrow(0, *start, end - start)?);
             }
         }
-        tree::joined(&parts, (first.gradient.kind(), first.gradient.device()))
+        tree::joined(&parts, first.gradient.kind(), first.gradient.device())
     }
 }
 

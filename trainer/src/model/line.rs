@@ -82,9 +82,9 @@ impl Assignment {
 
     /// The chunks of this rank, in the order of the sequence.
     pub fn own(self) -> Vec<u64> {
-        let mut own: Vec<u64> = self.leaves(self.place).map(|leaf| self.chunk(leaf)).collect();
-        own.sort_unstable();
-        own
+        let mut chunks: Vec<u64> = self.leaves(self.place).map(|leaf| self.chunk(leaf)).collect();
+        chunks.sort_unstable();
+        chunks
     }
 
     /// Pairs of a query and a key that each rank computes for one document that fills all chunks of `width` tokens.
@@ -167,20 +167,20 @@ impl Table {
     ) -> Result<Table> {
         let own = dealt.own();
         let mut table = Table { give: vec![], take: vec![], at: BTreeMap::new(), size, own };
-        let mine = reads(dealt.place);
+        let needed = reads(dealt.place);
         let mut end = table.own.len() as i64 * size;
         for place in 0..dealt.degree {
             let from = |rows: &&Rows, place| dealt.place_of(rows.chunk) == place;
             let other = place != dealt.place;
-            let theirs = if other { reads(place) } else { Vec::new() };
-            let given = theirs.iter().filter(|rows| from(rows, dealt.place));
+            let needed_there = if other { reads(place) } else { Vec::new() };
+            let given = needed_there.iter().filter(|rows| from(rows, dealt.place));
             let given = given.flat_map(|rows| {
                 let first = table.here(rows.chunk, rows.first);
                 first..first + rows.len
             });
             let given = device::integers(on, &given.collect::<Vec<_>>())?;
             let begin = end;
-            for rows in mine.iter().filter(|rows| other && from(rows, place)) {
+            for rows in needed.iter().filter(|rows| other && from(rows, place)) {
                 table.at.insert(rows.first, end);
                 end += rows.len;
             }
@@ -207,28 +207,28 @@ impl Table {
     pub(super) fn fetch<'a>(
         &self,
         line: Option<&'a dyn AxisComm>,
-        own: &Tensor,
+        tensor: &Tensor,
         dim: i64,
     ) -> Result<PendingTable<'a>> {
-        let (own, mut shape) = (own.shallow_clone(), own.size());
+        let (tensor, mut shape) = (tensor.shallow_clone(), tensor.size());
         let mut parts = Vec::new();
-        let Some(line) = line else { return Ok(PendingTable { own, dim, parts, coming: None }) };
-        let row = own.numel() as i64 / shape[dim as usize].max(1);
-        let give = self.give.iter().map(|rows| own.f_index_select(dim, rows)?.f_reshape([-1]));
+        let Some(line) = line else { return Ok(PendingTable { tensor, dim, parts, coming: None }) };
+        let row = tensor.numel() as i64 / shape[dim as usize].max(1);
+        let give = self.give.iter().map(|rows| tensor.f_index_select(dim, rows)?.f_reshape([-1]));
         let give = give.collect::<std::result::Result<Vec<_>, _>>()?;
         let take: Vec<i64> = self.take.iter().map(|rows| rows * row).collect();
         for rows in &self.take {
             shape[dim as usize] = *rows;
             parts.push(shape.clone());
         }
-        let coming = line.begin("rows beside a chunk", &give, &take, own.kind())?;
-        Ok(PendingTable { own, dim, parts, coming: Some(coming) })
+        let coming = line.begin("rows beside a chunk", &give, &take, tensor.kind())?;
+        Ok(PendingTable { tensor, dim, parts, coming: Some(coming) })
     }
 }
 
 /// A table that is being fetched.
 pub(super) struct PendingTable<'a> {
-    own: Tensor,
+    tensor: Tensor,
     dim: i64,
     /// The shape of the rows from each rank.
     parts: Vec<Vec<i64>>,
@@ -238,8 +238,8 @@ pub(super) struct PendingTable<'a> {
 impl PendingTable<'_> {
     /// Waits for the table. Empty rows are allowed: a shard may have nothing in one half of the values.
     pub(super) fn wait(self) -> Result<Tensor> {
-        let Some(coming) = self.coming else { return Ok(self.own) };
-        let mut all = vec![self.own];
+        let Some(coming) = self.coming else { return Ok(self.tensor) };
+        let mut all = vec![self.tensor];
         for (part, shape) in coming.wait()?.into_iter().zip(&self.parts) {
             if shape[self.dim as usize] > 0 {
                 all.push(part.f_view(shape.as_slice())?);
@@ -261,9 +261,9 @@ mod tests {
             let mut seen = Vec::new();
             for place in 0..degree {
                 let dealt = all(place);
-                let own = dealt.own();
-                prop_assert_eq!(own.len() as u64, each);
-                for chunk in &own {
+                let chunks = dealt.own();
+                prop_assert_eq!(chunks.len() as u64, each);
+                for chunk in &chunks {
                     prop_assert_eq!(dealt.place_of(*chunk), place);
                     prop_assert_eq!(dealt.chunk(dealt.leaf(*chunk)), *chunk);
                     prop_assert!(dealt.leaves(place).contains(&dealt.leaf(*chunk)));
@@ -276,11 +276,11 @@ mod tests {
                 let all = dealt.pairs_of(&starts, length as u32).iter().sum::<u64>();
                 prop_assert_eq!(all, causal_pairs(&starts, length as u32));
                 prop_assert_eq!(pairs.iter().sum::<u64>(), length * (length + 1) / 2);
-                prop_assert!(each % 2 > 0 || pairs.iter().all(|own| *own == pairs[0]));
+                prop_assert!(each % 2 > 0 || pairs.iter().all(|chunks| *chunks == pairs[0]));
                 let runs = dealt.runs(1..each * degree, place);
                 let run: Vec<u64> = runs.into_iter().flatten().map(|chunk| chunk + 1).collect();
-                prop_assert_eq!(run, own.iter().copied().filter(|own| *own > 0).collect::<Vec<_>>());
-                seen.extend(own);
+                prop_assert_eq!(run, chunks.iter().copied().filter(|chunks| *chunks > 0).collect::<Vec<_>>());
+                seen.extend(chunks);
             }
             seen.sort_unstable();
             prop_assert_eq!(seen, (0..each * degree).collect::<Vec<_>>());

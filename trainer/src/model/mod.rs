@@ -186,7 +186,7 @@ pub fn forward_backward(
     label_count: u64,
 ) -> Result<MicroBatchOutput> {
     let input = input.prepare(config, params[0].device())?;
-    collected(config, (params, balance), &input, label_count, options_for(params)?)
+    collected(config, params, balance, &input, label_count, options_for(params)?)
 }
 
 /// Options with the kernels for the device of these weights.
@@ -209,7 +209,7 @@ pub fn micro_batch<'a>(
     how: impl Into<MicroBatchContext<'a>>,
     sink: &mut dyn GradientSink,
 ) -> Result<MicroBatchLosses> {
-    compute(config, (params, balance), &staged.arrive()?, (label_count, how.into()), sink)
+    compute(config, params, balance, &staged.arrive()?, label_count, how.into(), sink)
 }
 
 /// The same, with all gradients collected.
@@ -222,18 +222,20 @@ pub(crate) fn forward_backward_staged(
     label_count: u64,
     options: MicroBatchOptions,
 ) -> Result<MicroBatchOutput> {
-    collected(config, (params, balance), &staged.arrive()?, label_count, options)
+    collected(config, params, balance, &staged.arrive()?, label_count, options)
 }
 
 fn collected(
     config: &ZayaConfig,
-    weights: (&[Tensor], &[Tensor]),
+    params: &[Tensor],
+    balance: &[Tensor],
     input: &input::DeviceMicroBatch,
     label_count: u64,
     options: MicroBatchOptions,
 ) -> Result<MicroBatchOutput> {
     let mut gradients = CollectedGradients::default();
-    let found = compute(config, weights, input, (label_count, options.into()), &mut gradients)?;
+    let found =
+        compute(config, params, balance, input, label_count, options.into(), &mut gradients)?;
     let (loss, counts) = (number(&found.loss)?, found.read_counts()?);
     let MicroBatchLosses { labels, token_losses, .. } = found;
     Ok(MicroBatchOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
@@ -241,15 +243,17 @@ fn collected(
 
 fn compute(
     config: &ZayaConfig,
-    weights: (&[Tensor], &[Tensor]),
+    params: &[Tensor],
+    balance: &[Tensor],
     input: &input::DeviceMicroBatch,
-    (label_count, how): (u64, MicroBatchContext<'_>),
+    label_count: u64,
+    how: MicroBatchContext<'_>,
     sink: &mut dyn GradientSink,
 ) -> Result<MicroBatchLosses> {
     enter()?;
     let model = Zaya::new(config);
-    let train = |pass: &Pass<'_>| model.train(pass, (label_count, how.options.keep), sink);
-    let found = model.with((how, config), weights, input, train)?;
+    let train = |pass: &Pass<'_>| model.train(pass, label_count, how.options.keep, sink);
+    let found = model.with(how, config, params, balance, input, train)?;
     Ok(MicroBatchLosses {
         loss: total(&found.losses)?,
         labels: input.label_count,
@@ -270,8 +274,8 @@ pub fn losses<'a>(
 ) -> Result<f64> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    let weights = (params, balance);
-    let losses = model.with((how.into(), config), weights, &input, |pass| model.losses(pass))?;
+    let losses =
+        model.with(how.into(), config, params, balance, &input, |pass| model.losses(pass))?;
     number(&total(&losses)?)
 }
 
@@ -285,7 +289,7 @@ pub fn logits(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let options = options_for(params)?;
-    model.with((options.into(), config), (params, balance), &input, |pass| model.logits(pass))
+    model.with(options.into(), config, params, balance, &input, |pass| model.logits(pass))
 }
 
 /// Model FLOPs of forward and backward over `tokens`, of which layer by layer `routed` are routed to an expert, with
@@ -323,12 +327,14 @@ pub(crate) fn causal_pairs(starts: &[u32], length: u32) -> u64 {
 /// backward pass. Attention needs `attending` more while a layer computes it.
 pub(crate) fn activation_bytes(
     config: &ZayaConfig,
-    (tokens, attending): (u64, u64),
+    tokens: u64,
+    attending: u64,
     options: MicroBatchOptions,
-    (dtype, on_device): (Dtype, bool),
+    dtype: Dtype,
+    on_device: bool,
 ) -> [u64; 2] {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
-    Zaya::new(config).activation_bytes(config, (tokens, narrow), (attending, on_device), options)
+    Zaya::new(config).activation_bytes(config, tokens, narrow, attending, on_device, options)
 }
 
 /// Bytes of one layer's keys and values of all chunks of a shared micro-batch, and of their gradients in f32.
@@ -341,7 +347,8 @@ pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> 
 /// each one document: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
 pub(crate) fn shared_bytes(
     config: &ZayaConfig,
-    (rows, seq_len): (u64, u64),
+    rows: u64,
+    seq_len: u64,
     degree: u64,
     options: MicroBatchOptions,
     dtype: Dtype,

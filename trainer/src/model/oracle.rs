@@ -15,7 +15,8 @@ use super::{ParamSpec, SkipOutput, ZayaConfig};
 pub(super) fn forward_backward(
     config: &ZayaConfig,
     specs: &[ParamSpec],
-    (params, balance): (&[Tensor], &[Tensor]),
+    params: &[Tensor],
+    balance: &[Tensor],
     input: &DeviceMicroBatch,
     label_count: u64,
 ) -> (Tensor, Vec<Tensor>) {

@@ -180,24 +180,24 @@ fn check_bf16(fixture: &Fixture) {
     assert_eq!(Tensor::from_slice(&counts), fixture.tensors["counts"].reshape([-1]));
     println!("{} in bf16: |a - b| / |b| of ours, of Hugging Face's, ratio", fixture.name);
     for (name, ours) in &found {
-        let theirs = fixture.bf16.get(name).copied().unwrap_or_default();
-        println!("  {ours:.1e}  {theirs:.1e}  {:.2}  {name}", ours / theirs);
-        assert!(*ours > BOUND || theirs == 0.0 || name == "loss", "{name}: that was not bf16");
+        let reference = fixture.bf16.get(name).copied().unwrap_or_default();
+        println!("  {ours:.1e}  {reference:.1e}  {:.2}  {name}", ours / reference);
+        assert!(*ours > BOUND || reference == 0.0 || name == "loss", "{name}: that was not bf16");
     }
     let mut temperatures = [0.0; 2];
     for (name, ours) in found.iter().filter(|(name, _)| *name != "loss") {
-        let theirs = fixture.bf16.get(name).copied().unwrap_or_default();
+        let reference = fixture.bf16.get(name).copied().unwrap_or_default();
         if name.ends_with(".temp") {
             let length = fixture.tensors[name].norm().double_value(&[]);
-            for (sum, error) in temperatures.iter_mut().zip([*ours, theirs]) {
+            for (sum, error) in temperatures.iter_mut().zip([*ours, reference]) {
                 *sum += (error * length).powi(2);
             }
             continue;
         }
-        assert!(*ours <= 2.0 * theirs, "{name}: {ours:e}, Hugging Face's {theirs:e}");
+        assert!(*ours <= 2.0 * reference, "{name}: {ours:e}, Hugging Face's {reference:e}");
     }
-    let [ours, theirs] = temperatures.map(f64::sqrt);
-    assert!(ours <= 2.0 * theirs, "temperatures: {ours:e}, Hugging Face's {theirs:e}");
+    let [ours, reference] = temperatures.map(f64::sqrt);
+    assert!(ours <= 2.0 * reference, "temperatures: {ours:e}, Hugging Face's {reference:e}");
 }
 
 #[test]

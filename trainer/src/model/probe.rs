@@ -18,7 +18,7 @@ pub(crate) fn probe(
 ) -> Result<Vec<LayerActivity>> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    model.with((options.into(), config), (params, balance), &input, |pass| model.probe(pass))
+    model.with(options.into(), config, params, balance, &input, |pass| model.probe(pass))
 }
 
 #[cfg(test)]

@@ -75,12 +75,12 @@ impl BatchBuffer {
         micro_batches: Vec<CheckedMicroBatch>,
         stager: &Stager,
     ) -> Result<Vec<StagedMicroBatch>> {
-        if micro_batches.iter().map(|one| one.tokens).sum::<usize>() != self.tokens {
+        if micro_batches.iter().map(|part| part.tokens).sum::<usize>() != self.tokens {
             return Err(Fault::bug("micro-batches that are not those of their batch"));
         }
         let (column, mut end) = (column(self.tokens), 3 * column(self.tokens));
         let (_, words) = self.buffer.parts_mut().map_err(machine)?;
-        for span in micro_batches.iter().flat_map(|one| &one.spans) {
+        for span in micro_batches.iter().flat_map(|part| &part.spans) {
             words[end] = i32::try_from(span.start)
                 .map_err(|_| Fault::bug("a micro-batch of more tokens than an i32 counts"))?;
             end += 1;
@@ -89,10 +89,10 @@ impl BatchBuffer {
         let (mut first, mut starts) = (0, 3 * column);
         let staged = |micro_batch: CheckedMicroBatch| {
             let batch = batch.alias().map_err(machine)?;
-            let one = StagedMicroBatch { batch, first, column, starts, micro_batch };
+            let staged = StagedMicroBatch { batch, first, column, starts, micro_batch };
             (first, starts) =
-                (first + one.micro_batch.tokens, starts + one.micro_batch.spans.len());
-            Ok(one)
+                (first + staged.micro_batch.tokens, starts + staged.micro_batch.spans.len());
+            Ok(staged)
         };
         micro_batches.into_iter().map(staged).collect()
     }
@@ -148,7 +148,7 @@ impl StagedMicroBatch {
         let StagedMicroBatch { batch, first, column, starts, micro_batch } = self;
         let (flags, words) = batch.arrive().map_err(refused)?;
         let views = || -> kernels::Result<_> {
-            let own = |of: &Tensor, begin: usize| -> kernels::Result<Tensor> {
+            let part = |of: &Tensor, begin: usize| -> kernels::Result<Tensor> {
                 let view = of.f_narrow(0, (begin + first) as i64, micro_batch.tokens as i64)?;
                 if first.is_multiple_of(ALIGNED) {
                     return Ok(view);
@@ -159,17 +159,17 @@ impl StagedMicroBatch {
                 Ok(apart)
             };
             let positions = match micro_batch.by_document {
-                true => own(&words, 2 * column)?,
+                true => part(&words, 2 * column)?,
                 false => {
                     let row = Tensor::f_arange(micro_batch.seq_len, (Kind::Int64, words.device()))?;
                     row.f_repeat([micro_batch.rows])?
                 }
             };
             Ok(DeviceMicroBatch {
-                tokens: own(&words, 0)?,
-                labels: own(&words, column)?,
+                tokens: part(&words, 0)?,
+                labels: part(&words, column)?,
                 positions,
-                mask: own(&flags, 0)?,
+                mask: part(&flags, 0)?,
                 starts: words.f_narrow(0, starts as i64, micro_batch.spans.len() as i64)?,
                 spans: micro_batch.spans,
                 rows: micro_batch.rows,
@@ -314,13 +314,13 @@ mod tests {
                 let mut buffer = BatchBuffer::take(stager.buffers(), batch.tokens.len()).unwrap();
                 batch.write(&mut buffer);
                 prop_assert_eq!(buffer.columns(), batch.columns());
-                let checked = batch.micro_batches().map(|one| one.check_in_place(&config).unwrap()).collect();
+                let checked = batch.micro_batches().map(|micro_batch| micro_batch.check_in_place(&config).unwrap()).collect();
                 let staged = buffer.send(checked, &stager).unwrap();
                 prop_assert_eq!(buffer.columns(), batch.columns());
                 drop(buffer);
                 prop_assert_eq!(staged.len(), batch.boundaries.len() / rows);
-                for (one, micro_batch) in staged.into_iter().zip(batch.micro_batches()) {
-                    assert_is(one.arrive().unwrap(), &micro_batch, documents);
+                for (staged_micro_batch, micro_batch) in staged.into_iter().zip(batch.micro_batches()) {
+                    assert_is(staged_micro_batch.arrive().unwrap(), &micro_batch, documents);
                 }
                 // In ordinary columns a position without a label may hold any value.
                 let mut dirty = Batch { labels: batch.labels.clone(), ..Batch::draw(seed, 0, rows, seq_len) };
@@ -329,10 +329,10 @@ mod tests {
                 let columns = Columns { labels, ..batch.columns() };
                 let mut copy = BatchBuffer::copy_of(columns, stager.buffers()).unwrap();
                 prop_assert_eq!(copy.columns(), batch.columns());
-                let checked = batch.micro_batches().map(|one| one.check(&config).unwrap()).collect();
+                let checked = batch.micro_batches().map(|micro_batch| micro_batch.check(&config).unwrap()).collect();
                 let together = copy.send(checked, &stager).unwrap();
-                for ((number, micro_batch), one) in batch.micro_batches().enumerate().zip(together) {
-                    assert_is(one.arrive().unwrap(), &micro_batch, documents);
+                for ((number, micro_batch), staged_micro_batch) in batch.micro_batches().enumerate().zip(together) {
+                    assert_is(staged_micro_batch.arrive().unwrap(), &micro_batch, documents);
                     let labels = &labels[number * micro_batch.tokens.len()..][..micro_batch.tokens.len()];
                     let alone = MicroBatchInput { labels, ..micro_batch }.stage(&config, &stager).unwrap();
                     assert_is(alone.arrive().unwrap(), &micro_batch, documents);
@@ -355,7 +355,7 @@ mod tests {
             assert_eq!(refused.unwrap_err().class(), Class::Bug);
         }
         let mut buffer = BatchBuffer::copy_of(batch.columns(), stager.buffers()).unwrap();
-        let one = vec![batch.micro_batch(0).check(&config).unwrap()];
-        assert_eq!(buffer.send(one, &stager).unwrap_err().class(), Class::Bug);
+        let checked = vec![batch.micro_batch(0).check(&config).unwrap()];
+        assert_eq!(buffer.send(checked, &stager).unwrap_err().class(), Class::Bug);
     }
 }

@@ -20,15 +20,16 @@ use contract::{Fault, Result};
 use tch::{Kind, Tensor};
 
 use super::activity::{LayerActivity, squares};
-use super::cut::{Chunk, Chunks, joined};
+use super::cut::{Chunks, joined};
 use super::flow::{Hidden, HiddenGrad};
-use super::gradients::{ChunkGradients, GradientSink, GradientTerm, Gradients, emit};
+use super::gradients::{GradientSink, GradientTerm, Gradients};
 use super::input::DeviceMicroBatch;
 use super::layer::{AnyLayer, Backward, LayerConstructor, LayerPlace, LayerWork, Pass};
+use super::layers::embedding::Embedding;
 use super::layers::norm::{NormOutputGrads, Residual, RmsNorm, SavedNorm};
 use super::layers::{head, make_attention, make_feed_forward};
 use super::line::SharedRows;
-use super::param::{ParamDeclarations, ParamId, ParamSpec, Weights, initial};
+use super::param::{ParamDeclarations, ParamSpec, Weights, initial};
 use super::{ActivationCheckpointing, MicroBatchContext, MicroBatchOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{StepPart, part};
@@ -69,13 +70,6 @@ pub(super) struct Zaya {
     embedding: Embedding,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
-}
-
-/// The embedding, which is also the head, and the scaling that makes the first residual.
-struct Embedding {
-    tokens: ParamId,
-    scale: ParamId,
-    bias: ParamId,
 }
 
 /// A layer: attention, then feed-forward.
@@ -156,8 +150,10 @@ impl Zaya {
     /// Runs a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn with<T>(
         &self,
-        (MicroBatchContext { options, line, folded }, config): (MicroBatchContext<'_>, &ZayaConfig),
-        (weights, balance): (&[Tensor], &[Tensor]),
+        MicroBatchContext { options, line, folded }: MicroBatchContext<'_>,
+        config: &ZayaConfig,
+        weights: &[Tensor],
+        balance: &[Tensor],
         input: &DeviceMicroBatch,
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
@@ -173,7 +169,8 @@ impl Zaya {
     pub(super) fn train(
         &self,
         pass: &Pass<'_>,
-        (label_count, keep): (u64, ActivationCheckpointing),
+        label_count: u64,
+        keep: ActivationCheckpointing,
         sink: &mut dyn GradientSink,
     ) -> Result<MicroBatchResult> {
         let _watch = part(StepPart::Stream);
@@ -184,7 +181,7 @@ impl Zaya {
             let _watch = part(StepPart::Head);
             self.head(pass, &forward.hidden, label_count, &mut sink)?
         };
-        self.backward(pass, forward, (hidden, weights), &mut sink)?;
+        self.backward(pass, forward, hidden, weights, &mut sink)?;
         Ok(MicroBatchResult { losses, counts })
     }
 
@@ -257,9 +254,9 @@ impl Zaya {
         let next = self.layers.iter().skip(1).map(|layer| &layer.attention.norm);
         for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
             let inputs = (keep == ActivationCheckpointing::LayerInputs).then(|| flow.share());
-            let (after, saved, own) = layer.forward(pass, flow, Some(next))?;
+            let (after, saved, router_counts) = layer.forward(pass, flow, Some(next))?;
             flow = after;
-            counts.push(own);
+            counts.push(router_counts);
             layers.push(match inputs {
                 None => SavedLayer::All(Box::new(saved)),
                 Some(inputs) => SavedLayer::Inputs(inputs),
@@ -274,7 +271,8 @@ impl Zaya {
         &self,
         pass: &Pass<'_>,
         forward: Forward,
-        (hidden, head): (Vec<Tensor>, Option<Tensor>),
+        hidden: Vec<Tensor>,
+        head: Option<Tensor>,
         sink: &mut Gradients<'_>,
     ) -> Result<()> {
         let Forward { embedded, layers: kept, normed, hidden: left, .. } = forward;
@@ -288,12 +286,12 @@ impl Zaya {
                 SavedLayer::All(saved) => *saved,
                 SavedLayer::Inputs(inputs) => layer.forward(pass, inputs, None)?.1,
             };
-            grad = layer.backward(pass, saved, (grad, behind), sink)?;
+            grad = layer.backward(pass, saved, grad, behind, sink)?;
             sink.settle(pass.ops)?;
             behind = &layer.attention.norm;
         }
         let residual = grad.through(pass, behind, sink)?;
-        self.embedding.backward(pass, &embedded, (&residual, head), sink)?;
+        self.embedding.backward(pass, &embedded, &residual, head, sink)?;
         sink.settle(pass.ops)
     }
 
@@ -344,8 +342,10 @@ impl Zaya {
     pub(super) fn activation_bytes(
         &self,
         config: &ZayaConfig,
-        (tokens, narrow): (u64, u64),
-        (attending, on_device): (u64, bool),
+        tokens: u64,
+        narrow: u64,
+        attending: u64,
+        on_device: bool,
         MicroBatchOptions { keep, cut, .. }: MicroBatchOptions,
     ) -> [u64; 2] {
         let routed = self.layers.iter().any(|layer| layer.classes(config) > 0);
@@ -390,81 +390,6 @@ impl Zaya {
     }
 }
 
-impl Embedding {
-    fn declare(root: &mut ParamDeclarations<'_>, config: &ZayaConfig) -> Embedding {
-        let width = config.hidden_size;
-        let tokens = "embed_tokens.weight";
-        Embedding {
-            tokens: root.embedding(tokens, tokens, [config.vocab_size, width]),
-            scale: root.vector(
-                "input_hidden_states_scale",
-                "layers.0.res_scale.hidden_states_scale",
-                width,
-                1.0,
-            ),
-            bias: root.vector(
-                "input_hidden_states_bias",
-                "layers.0.res_scale.hidden_states_bias",
-                width,
-                0.0,
-            ),
-        }
-    }
-
-    /// Embeddings with their bias, and the residual computed from them, by chunk.
-    fn forward(&self, pass: &Pass<'_>) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
-        let w = pass.weights;
-        let (bias, scale) = (&w[self.bias], &w[self.scale]);
-        let made = pass.chunks.iter().map(|chunk| {
-            let made = pass.ops.embedding(&w[self.tokens], &chunk.tokens, bias, scale);
-            made.map(|[embedded, residual]| (embedded, residual)).map_err(refused)
-        });
-        made.collect()
-    }
-
-    /// Takes the gradient of the residual and, if there is one chunk, the head's term of the embedding's gradient.
-    fn backward(
-        &self,
-        pass: &Pass<'_>,
-        embedded: &[Tensor],
-        (residual, head): (&[Tensor], Option<Tensor>),
-        sink: &mut Gradients<'_>,
-    ) -> Result<()> {
-        // The head's term was computed first; the input's is added to it.
-        if let Some(mut head) = head {
-            let own = (&embedded[0], &residual[0]);
-            self.looked_up(pass, pass.chunks.of(0), own, &mut head, &mut sink.of(0))?;
-            return sink.whole(self.tokens, head);
-        }
-        let weights = &pass.weights[self.tokens];
-        for at in pass.chunks.by_leaf() {
-            let (chunk, mut sink) = (pass.chunks.of(at), sink.of(at));
-            let table = Tensor::f_zeros(weights.size(), (Kind::Float, weights.device()));
-            let mut table = table.map_err(refused)?;
-            let own = (&embedded[at], &residual[at]);
-            self.looked_up(pass, chunk, own, &mut table, &mut sink)?;
-            sink.term(self.tokens, GradientTerm::Second, table.into())?;
-        }
-        Ok(())
-    }
-
-    /// Adds the gradients of a chunk's embedding rows to `table`.
-    fn looked_up(
-        &self,
-        pass: &Pass<'_>,
-        chunk: &Chunk,
-        (embedded, residual): (&Tensor, &Tensor),
-        table: &mut Tensor,
-        sink: &mut ChunkGradients<'_, '_>,
-    ) -> Result<()> {
-        let (ops, scale) = (pass.ops, &pass.weights[self.scale]);
-        let found = ops.embedding_backward(&chunk.tokens, embedded, scale, residual, table);
-        let [bias, scale] = found.map_err(refused)?;
-        emit(sink, self.scale, scale)?;
-        emit(sink, self.bias, bias)
-    }
-}
-
 impl DecoderLayer {
     fn declare(
         root: &mut ParamDeclarations<'_>,
@@ -474,16 +399,16 @@ impl DecoderLayer {
     ) -> DecoderLayer {
         let mut half = |number: usize, (norm, scale): (&str, &str), make: LayerConstructor| {
             // Zyphra counts sublayers and scales the residual at their inputs; we scale it at the previous output.
-            let (ours, theirs) = (format!("layers.{}", place.layer), 2 * place.layer + number);
-            let next = match theirs + 1 < 2 * config.num_hidden_layers as usize {
-                true => format!("layers.{}.res_scale", theirs + 1),
+            let (name, hf_number) = (format!("layers.{}", place.layer), 2 * place.layer + number);
+            let next = match hf_number + 1 < 2 * config.num_hidden_layers as usize {
+                true => format!("layers.{}.res_scale", hf_number + 1),
                 false => "res_scale".to_owned(),
             };
-            let mut own = root.inside(&ours, &format!("layers.{theirs}"));
-            let norm = RmsNorm::declare(&mut own, config, norm, "input_norm.weight");
-            let layer = make(&mut own, config, place);
-            let mut own = root.inside(&format!("{ours}.{scale}"), &next);
-            Sublayer { norm, layer, scale: Residual::declare(&mut own, config) }
+            let mut scope = root.inside(&name, &format!("layers.{hf_number}"));
+            let norm = RmsNorm::declare(&mut scope, config, norm, "input_norm.weight");
+            let layer = make(&mut scope, config, place);
+            let mut scope = root.inside(&format!("{name}.{scale}"), &next);
+            Sublayer { norm, layer, scale: Residual::declare(&mut scope, config) }
         };
         let [first, second] = [
             ("input_layernorm.weight", "post_attention_residual_scale"),
@@ -525,8 +450,8 @@ impl DecoderLayer {
         flow: Hidden,
         next: Option<&RmsNorm>,
     ) -> Result<(Hidden, [Saved; 2], Option<Tensor>)> {
-        let own = Some(&self.feed_forward.norm);
-        let (flow, attention, _) = self.attention.forward(pass, flow, own)?;
+        let next_norm = Some(&self.feed_forward.norm);
+        let (flow, attention, _) = self.attention.forward(pass, flow, next_norm)?;
         let (flow, feed_forward, counts) = self.feed_forward.forward(pass, flow, next)?;
         Ok((flow, [attention, feed_forward], counts))
     }
@@ -536,11 +461,12 @@ impl DecoderLayer {
         &self,
         pass: &Pass<'_>,
         [attention, feed_forward]: [Saved; 2],
-        grad: (HiddenGrad, &RmsNorm),
+        grad: HiddenGrad,
+        behind: &RmsNorm,
         sink: &mut Gradients<'_>,
     ) -> Result<HiddenGrad> {
-        let grad = self.feed_forward.backward(pass, feed_forward, grad, sink)?;
-        self.attention.backward(pass, attention, (grad, &self.feed_forward.norm), sink)
+        let grad = self.feed_forward.backward(pass, feed_forward, grad, behind, sink)?;
+        self.attention.backward(pass, attention, grad, &self.feed_forward.norm, sink)
     }
 }
 
@@ -562,7 +488,8 @@ impl Sublayer {
                 (after.collect::<Result<_>>()?, None)
             }
             Some(next) => {
-                let after = sides.map(|sides| self.scale.forward_norm(pass, sides, next));
+                let after =
+                    sides.map(|(out, residual)| self.scale.forward_norm(pass, out, residual, next));
                 let (after, normed) = after.collect::<Result<Vec<_>>>()?.into_iter().unzip();
                 (after, Some(normed))
             }
@@ -575,15 +502,16 @@ impl Sublayer {
         &self,
         pass: &Pass<'_>,
         saved: Saved,
-        (grad, behind): (HiddenGrad, &RmsNorm),
+        grad: HiddenGrad,
+        behind: &RmsNorm,
         sink: &mut Gradients<'_>,
     ) -> Result<HiddenGrad> {
         let Saved { residual, normed, layer, out } = saved;
         let (mut outs, mut besides) = (Vec::new(), Vec::new());
         let sides = out.iter().zip(&residual);
-        for (chunk, (sides, returned)) in sides.zip(grad.residual).enumerate() {
-            let (mut sink, returned) = (sink.of(chunk), (behind, returned));
-            let (out, beside) = self.scale.backward_norm(pass, sides, returned, &mut sink)?;
+        for (chunk, ((out, residual), returned)) in sides.zip(grad.residual).enumerate() {
+            let (scale, sink) = (&self.scale, &mut sink.of(chunk));
+            let (out, beside) = scale.backward_norm(pass, out, residual, behind, returned, sink)?;
             outs.push(out);
             besides.push(beside);
         }

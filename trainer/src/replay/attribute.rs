@@ -137,9 +137,9 @@ pub fn attribute(
     let product = product(&slope, &all)? * batch.label_count as f64;
     let whole = WholeStep { lr, labels: batch.label_count, product };
     for candidate in &mut candidates {
-        let own = own_gradient(replayer, &before, &batch, candidate)?;
-        candidate.product = own.product(&slope)?;
-        candidate.before = own.product(&early)?;
+        let alone = own_gradient(replayer, &before, &batch, candidate)?;
+        candidate.product = alone.product(&slope)?;
+        candidate.before = alone.product(&early)?;
     }
     let mut without = |dropped: &[&Candidate]| {
         let end = ending(dropped)?;
@@ -147,9 +147,9 @@ pub fn attribute(
         Ok::<_, Fault>((actual, whole.predicted(dropped), whole.dot(dropped)))
     };
     let mut documents = Vec::new();
-    for one in &candidates {
-        let (actual, predicted, dot) = without(&[one])?;
-        let Candidate { source, document, id, labels, .. } = one;
+    for candidate in &candidates {
+        let (actual, predicted, dot) = without(&[candidate])?;
+        let Candidate { source, document, id, labels, .. } = candidate;
         let (source, id) = (source.clone(), id.clone());
         documents.push(DocumentAttribution {
             source,
@@ -166,7 +166,7 @@ pub fn attribute(
     for number in 0..effort.subsets {
         let dropped = half(&candidates, replayer.spec().curriculum.seed, number);
         let (actual, predicted, dot) = without(&dropped)?;
-        let dropped = dropped.iter().map(|one| one.id.clone()).collect();
+        let dropped = dropped.iter().map(|candidate| candidate.id.clone()).collect();
         subsets.push(Subset { dropped, actual, predicted, dot });
     }
     let (lds, lds_dot) = correlations(&subsets);
@@ -177,7 +177,8 @@ pub fn attribute(
 
 /// The LDS of the prediction, and that of the dot products of gradients.
 fn correlations(subsets: &[Subset]) -> (Option<f64>, Option<f64>) {
-    let of: [fn(&Subset) -> f64; 3] = [|one| one.actual, |one| one.predicted, |one| one.dot];
+    let of: [fn(&Subset) -> f64; 3] =
+        [|subset| subset.actual, |subset| subset.predicted, |subset| subset.dot];
     let [actual, predicted, dot] = of.map(|of| subsets.iter().map(of).collect::<Vec<f64>>());
     (spearman(&actual, &predicted), spearman(&actual, &dot))
 }
@@ -220,14 +221,14 @@ struct WholeStep {
 impl WholeStep {
     /// The predicted change of the target without these documents.
     fn predicted(&self, dropped: &[&Candidate]) -> f64 {
-        let rest = self.product - dropped.iter().map(|one| one.product).sum::<f64>();
-        let labels = self.labels - dropped.iter().map(|one| one.labels).sum::<u64>();
+        let rest = self.product - dropped.iter().map(|document| document.product).sum::<f64>();
+        let labels = self.labels - dropped.iter().map(|document| document.labels).sum::<u64>();
         -self.lr * (rest / labels.max(1) as f64 - self.product / self.labels.max(1) as f64)
     }
 
     /// The same by the dot products of gradients at the state before the window.
     fn dot(&self, dropped: &[&Candidate]) -> f64 {
-        let sum = dropped.iter().map(|one| one.before).sum::<f64>();
+        let sum = dropped.iter().map(|document| document.before).sum::<f64>();
         self.lr * sum / self.labels.max(1) as f64
     }
 }
@@ -237,10 +238,11 @@ fn candidates(replayer: &Replayer, batch: &Batch, most: usize) -> Result<Vec<Can
     let mut found: Vec<Candidate> = Vec::new();
     each_piece(replayer, batch, |source, piece, labels| {
         let name = &replayer.spec().plan.sources()[source].name;
-        let known =
-            found.iter_mut().find(|one| one.document == piece.document && one.source == *name);
+        let known = found
+            .iter_mut()
+            .find(|candidate| candidate.document == piece.document && candidate.source == *name);
         match known {
-            Some(one) => one.labels += labels,
+            Some(candidate) => candidate.labels += labels,
             None => found.push(Candidate {
                 source: name.clone(),
                 document: piece.document,
@@ -251,8 +253,8 @@ fn candidates(replayer: &Replayer, batch: &Batch, most: usize) -> Result<Vec<Can
             }),
         }
     })?;
-    found.retain(|one| one.labels > 0);
-    found.sort_by_key(|one| std::cmp::Reverse(one.labels));
+    found.retain(|candidate| candidate.labels > 0);
+    found.sort_by_key(|candidate| std::cmp::Reverse(candidate.labels));
     found.truncate(most);
     Ok(found)
 }
@@ -266,8 +268,8 @@ fn trained(
 ) -> Result<State> {
     let mut curriculum = replayer.spec().curriculum.clone();
     let mut ban = DocumentsBySource::new();
-    for one in dropped {
-        ban.entry(one.source.clone()).or_default().insert(one.document);
+    for document in dropped {
+        ban.entry(document.source.clone()).or_default().insert(document.document);
     }
     curriculum.amend(vec![Amendment { step: window.start, ban, ..Amendment::default() }]);
     let opened = OpenedCurriculum::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
@@ -314,13 +316,13 @@ fn alone(replayer: &Replayer, batch: &Batch, candidate: &Candidate) -> Result<Ba
 }
 
 /// The dot product of two gradients, tensor by tensor in f64.
-fn product(one: &[Tensor], other: &[Tensor]) -> Result<f64> {
-    let dot = |(one, other): (&Tensor, &Tensor)| {
-        let product = one.f_mul(other).and_then(|product| product.f_sum(Kind::Double));
+fn product(left: &[Tensor], right: &[Tensor]) -> Result<f64> {
+    let dot = |(left, right): (&Tensor, &Tensor)| {
+        let product = left.f_mul(right).and_then(|product| product.f_sum(Kind::Double));
         let value = product.and_then(|sum| f64::try_from(&sum));
         value.map_err(|error| Fault::bug(format!("two gradients have no product: {error}")))
     };
-    one.iter().zip(other).map(dot).sum()
+    left.iter().zip(right).map(dot).sum()
 }
 
 /// A random half of the documents: those with the smallest random numbers.
@@ -329,22 +331,22 @@ fn half(candidates: &[Candidate], seed: u64, number: u64) -> Vec<&Candidate> {
     let mut drawn: Vec<(u64, &Candidate)> = candidates
         .iter()
         .enumerate()
-        .map(|(index, one)| (draw(key, Purpose::Generate, index as u64), one))
+        .map(|(index, candidate)| (draw(key, Purpose::Generate, index as u64), candidate))
         .collect();
     drawn.sort_by_key(|(draw, _)| *draw);
-    drawn.into_iter().take(candidates.len() / 2).map(|(_, one)| one).collect()
+    drawn.into_iter().take(candidates.len() / 2).map(|(_, candidate)| candidate).collect()
 }
 
 /// Spearman's rank correlation: Pearson's of the ranks, equal values sharing the mean of theirs. `None` where a side is
 /// constant.
-fn spearman(one: &[f64], other: &[f64]) -> Option<f64> {
-    let (one, other) = (ranks(one), ranks(other));
-    let mean = (one.len() as f64 + 1.0) / 2.0;
+fn spearman(left: &[f64], right: &[f64]) -> Option<f64> {
+    let (left, right) = (ranks(left), ranks(right));
+    let mean = (left.len() as f64 + 1.0) / 2.0;
     let sum = |a: &[f64], b: &[f64]| -> f64 {
         a.iter().zip(b).map(|(a, b)| (a - mean) * (b - mean)).sum()
     };
-    let spread = (sum(&one, &one) * sum(&other, &other)).sqrt();
-    (spread > 0.0).then(|| sum(&one, &other) / spread)
+    let spread = (sum(&left, &left) * sum(&right, &right)).sqrt();
+    (spread > 0.0).then(|| sum(&left, &right) / spread)
 }
 
 /// The rank of each value, from 1.

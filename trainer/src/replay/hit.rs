@@ -93,8 +93,8 @@ pub(super) fn find(
     };
     let layout = StateLayout::new(&replayer.spec, replayer.world.device);
     let checkpoints = replayer.folder.checkpoints()?;
-    let theirs = checkpoints.open(checkpoint)?.whole(&layout, replayer.workers)?;
-    let all = distances(&ours, &theirs)?;
+    let checkpointed = checkpoints.open(checkpoint)?.whole(&layout, replayer.workers)?;
+    let all = distances(&ours, &checkpointed)?;
     let hit = match stage {
         StepStage::Update => directly(&all),
         _ => standing_out(&all),
@@ -115,7 +115,7 @@ pub(super) fn find(
     let LargestDifference { piece, set, element, distance } = farthest;
     let parameter = replayer.spec.parameters[piece.tensor].name.clone();
     let bit = match stage {
-        StepStage::Forward => prove(replayer, traces, (piece.tensor, element), distance)?,
+        StepStage::Forward => prove(replayer, traces, piece.tensor, element, distance)?,
         _ => None,
     };
     if stage == StepStage::Forward && bit.is_none() {
@@ -158,17 +158,17 @@ fn true_state(replayer: &Replayer, after: &State, step: u64) -> Result<Option<St
 }
 
 /// The element that differs most, for each piece and set with a difference.
-fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<LargestDifference<'a>>> {
+fn distances<'a>(ours: &'a State, checkpointed: &State) -> Result<Vec<LargestDifference<'a>>> {
     let mut all = Vec::new();
-    for ((piece, weight, moments), (_, other, others)) in ours.own().zip(theirs.own()) {
+    for ((piece, weight, moments), (_, other, others)) in ours.own().zip(checkpointed.own()) {
         let second = moments.second.as_ref().zip(others.second.as_ref());
         let sets = [
             Some((TensorSet::Weights, &weight, &other)),
             Some((TensorSet::First, &moments.first, &others.first)),
-            second.map(|(own, other)| (TensorSet::Second, own, other)),
+            second.map(|(recomputed, other)| (TensorSet::Second, recomputed, other)),
         ];
-        for (set, own, other) in sets.into_iter().flatten() {
-            let (element, distance) = farthest(own, other).map_err(refused)?;
+        for (set, recomputed, other) in sets.into_iter().flatten() {
+            let (element, distance) = farthest(recomputed, other).map_err(refused)?;
             if distance > 0.0 {
                 all.push(LargestDifference {
                     piece,
@@ -183,8 +183,8 @@ fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<LargestDifferenc
 }
 
 /// The element in which two tensors differ most, and by how much; NaN is the largest.
-fn farthest(own: &Tensor, other: &Tensor) -> std::result::Result<(i64, f64), tch::TchError> {
-    let apart = other.f_sub(own)?.f_abs()?.f_reshape([-1])?;
+fn farthest(recomputed: &Tensor, other: &Tensor) -> std::result::Result<(i64, f64), tch::TchError> {
+    let apart = other.f_sub(recomputed)?.f_abs()?.f_reshape([-1])?;
     let element = apart.f_argmax(None, false)?.f_int64_value(&[])?;
     let distance = apart.f_double_value(&[element])?;
     Ok((element, if distance.is_nan() { f64::INFINITY } else { distance }))
@@ -220,7 +220,8 @@ fn standing_out<'a>(all: &[LargestDifference<'a>]) -> Option<(LargestDifference<
 fn prove(
     replayer: &Replayer,
     traces: CorruptionEvidence<'_>,
-    (tensor, element): (usize, i64),
+    tensor: usize,
+    element: i64,
     distance: f64,
 ) -> Result<Option<u32>> {
     let CorruptionEvidence { losses, written, before, batch, .. } = traces;

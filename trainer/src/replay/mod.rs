@@ -288,7 +288,7 @@ impl Replayer {
             let before = self.state_before(before, step)?;
             verdict = self.again(before.as_ref(), batch, record.as_ref(), found)?;
             if let (Some(before), Some(record), false) = (&before, &record, on_the_way) {
-                narrowed = Some(self.narrow(found, record, (before, state), batch, verdict)?);
+                narrowed = Some(self.narrow(found, record, before, state, batch, verdict)?);
             }
         }
         let documents = match detail {
@@ -307,9 +307,10 @@ impl Replayer {
     /// alone.
     pub fn hold_whole(&self, state: &mut State) -> Result<()> {
         let (dtype, team) = (self.spec.dtype_at(state.step + 1), self.team()?);
-        match state.hold_as(
+        match state.cast_weights(
             &self.spec.parameters,
-            (dtype, WeightShards::default()),
+            dtype,
+            WeightShards::default(),
             self.workers,
         )? {
             true => share::weights(&team, state),
@@ -414,7 +415,7 @@ impl Replayer {
     ) -> Result<(ReducedGradient, Result<StepRecord>)> {
         let team = self.team()?;
         let cx = StepContext { spec, team: &team, workers: self.workers };
-        step::hold(cx, state, batch.step)?;
+        step::cast_weights(cx, state, batch.step)?;
         let computed = self.executor.compute(cx, state, batch, detail)?;
         let mut gradient = computed.read(cx, &state.owners)?;
         look(&gradient);

@@ -44,7 +44,8 @@ impl Replayer {
         &self,
         first: &StepDifference,
         again: &StepRecord,
-        (before, after): (&State, &State),
+        before: &State,
+        after: &State,
         batch: &Batch,
         verdict: Verdict,
     ) -> Result<LocatedDifference> {
@@ -191,7 +192,7 @@ impl WorkAssignment<'_> {
         let Some(own) = found.first().map(|rank| of(*rank)) else {
             return (None, format!("; several of {world} ranks computed them"));
         };
-        let (alone, who) = match found.as_slice() {
+        let (alone, subject) = match found.as_slice() {
             [rank] => (Some(*rank), format!("rank {rank} of {world} computed")),
             several => {
                 let several: Vec<String> = several.iter().map(u32::to_string).collect();
@@ -200,8 +201,8 @@ impl WorkAssignment<'_> {
         };
         match own.len() == differing.len() {
             _ if world == 1 || differing.is_empty() => (None, String::new()),
-            true => (alone, format!("; {who} {}, and no other", numbered(&own))),
-            false => (alone, format!("; {who} it, as {} in all", numbered(&own))),
+            true => (alone, format!("; {subject} {}, and no other", numbered(&own))),
+            false => (alone, format!("; {subject} it, as {} in all", numbered(&own))),
         }
     }
 

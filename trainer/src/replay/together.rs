@@ -27,19 +27,20 @@ pub(super) fn agree(
     together: &ReplayParallelism,
 ) -> Result<u64> {
     agreement::same(spec, &together.asked, world)?;
-    let gather =
-        |what: &str, mine: &WordWriter| world.comm.all_gather(what, mine.bytes()).map_err(lost);
-    let mut mine = WordWriter::default();
-    let last = gather("the length of the ledger", mine.word(ledger.last_step()))?;
-    let last = last.iter().map(|heard| WordReader::new(heard).word());
+    let gather = |operation: &str, message: &WordWriter| {
+        world.comm.all_gather(operation, message.bytes()).map_err(lost)
+    };
+    let mut message = WordWriter::default();
+    let last = gather("the length of the ledger", message.word(ledger.last_step()))?;
+    let last = last.iter().map(|gathered| WordReader::new(gathered).word());
     let recorded = last.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
     let chain = ledger.chain_at(recorded).unwrap_or_default();
-    let mut mine = WordWriter::default();
-    let chains = gather("the chain of the ledger", mine.digest(chain))?;
-    for (rank, heard) in chains.iter().enumerate() {
-        if *heard != chains[0] {
+    let mut message = WordWriter::default();
+    let chains = gather("the chain of the ledger", message.digest(chain))?;
+    for (rank, gathered) in chains.iter().enumerate() {
+        if *gathered != chains[0] {
             return Err(Fault::mismatch(format!("rank {rank} sees another ledger than rank 0"))
-                .found(WordReader::new(heard).digest()?)
+                .found(WordReader::new(gathered).digest()?)
                 .wanted(WordReader::new(&chains[0]).digest()?)
                 .hint("a run's folder has to be the same on every rank: share it"));
         }
@@ -56,25 +57,25 @@ impl Replayer {
         }
         let (team, micro_batches) = (self.team()?, gradient.micro_batches.len() as u64);
         let lines = team.lines(self.spec.model_at(gradient.step)?.cut)?;
-        let mut mine = WordWriter::default();
+        let mut message = WordWriter::default();
         for number in lines.micro_batches(micro_batches)? {
             let losses = &gradient.micro_batches[number as usize].token_losses;
-            mine.word(losses.len() as u64);
+            message.word(losses.len() as u64);
             losses.iter().for_each(|loss| {
-                mine.word(u64::from(loss.to_bits()));
+                message.word(u64::from(loss.to_bits()));
             });
         }
-        let heard = team.tell("the gathering of token losses", &mine)?;
-        let mut said = Vec::new();
-        for (rank, mut heard) in heard.readers().into_iter().enumerate() {
+        let gathered = team.all_gather("the gathering of token losses", &message)?;
+        let mut reports = Vec::new();
+        for (rank, mut gathered) in gathered.readers().into_iter().enumerate() {
             let mut micro_batch = |_: &u64| -> Result<Vec<f32>> {
-                let count = heard.word()?;
-                (0..count).map(|_| Ok(f32::from_bits(heard.word()? as u32))).collect()
+                let count = gathered.word()?;
+                (0..count).map(|_| Ok(f32::from_bits(gathered.word()? as u32))).collect()
             };
             let numbers = lines.micro_batches_of(rank as u32, micro_batches)?;
-            said.push(numbers.iter().map(&mut micro_batch).collect::<Result<Vec<_>>>()?);
+            reports.push(numbers.iter().map(&mut micro_batch).collect::<Result<Vec<_>>>()?);
         }
-        Ok(lines.in_order(micro_batches, said, |one, _| Ok(one))?.concat())
+        Ok(lines.in_order(micro_batches, reports, |one, _| Ok(one))?.concat())
     }
 
     /// Refuses a step that exceeds the memory of this machine, before a state is read.
@@ -91,12 +92,12 @@ impl Replayer {
             copies: 1,
             limit: store::memory::limit(),
         };
-        let ranks = (world.comm.nodes(), world.comm.rank());
-        memory::refuse(&self.spec, demand, ranks, world.device)
+        let (names, me) = (world.comm.nodes(), world.comm.rank());
+        memory::refuse(&self.spec, demand, names, me, world.device)
     }
 
     /// Whether this rank prints the results.
-    pub fn speaks(&self) -> bool {
+    pub fn is_rank_0(&self) -> bool {
         self.world.comm.rank() == 0
     }
 

@@ -71,7 +71,7 @@ impl Replayer {
     fn walk(&self, state: &mut State, step: u64) -> Result<()> {
         let speaks = self.world.comm.rank() == 0;
         if speaks {
-            self.say_way(state.step, step);
+            self.note_way(state.step, step);
         }
         let what = format!("computing the state after step {step}");
         let mut waiting = speaks.then(|| WaitCounter::new(what, step - state.step));
@@ -139,7 +139,7 @@ impl Replayer {
         if found == written {
             return Ok(());
         }
-        Err(Fault::data("the weights at the start are not those that the ledger says")
+        Err(Fault::data("the initial weights are not those that the ledger says")
             .at(reader.location().to_string())
             .found(found)
             .wanted(written))
@@ -155,7 +155,7 @@ impl Replayer {
     }
 
     /// Prints where the recomputation for the state after `step` starts, if it takes a while at the run's speed.
-    fn say_way(&self, from: u64, step: u64) {
+    fn note_way(&self, from: u64, step: u64) {
         let pace = events::pace(&self.folder.events()).unwrap_or(0.0);
         let time = Duration::from_secs_f64((pace * (step - from) as f64).clamp(0.0, 1e9));
         if time < waiting::SILENCE {

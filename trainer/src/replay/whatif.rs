@@ -67,7 +67,8 @@ pub fn imagine(
     let mut original = Original::new(replayer, &state, &steps)?;
     let mut answer = WhatIfSteps { steps: Vec::new(), diverged: None, no_fork };
     let count = steps.end - steps.start;
-    let mut waiting = replayer.speaks().then(|| WaitCounter::new("steps with the change", count));
+    let mut waiting =
+        replayer.is_rank_0().then(|| WaitCounter::new("steps with the change", count));
     for step in steps {
         let was = original.step(replayer, step)?;
         let batch = replayer.part(&amended, step)?;

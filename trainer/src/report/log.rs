@@ -104,7 +104,7 @@ pub enum NotableEventKind {
     /// An action of a supervisor.
     Supervisor,
     /// Connections without the run's key were refused.
-    Strangers,
+    Unauthenticated,
 }
 
 /// The validation loss after a step.
@@ -148,7 +148,7 @@ impl NotableEventKind {
             NotableEventKind::Checkpoint
                 | NotableEventKind::Stop
                 | NotableEventKind::Spike
-                | NotableEventKind::Strangers
+                | NotableEventKind::Unauthenticated
         )
     }
 }
@@ -368,11 +368,11 @@ impl EventLog {
             }
             "supervisor" => {
                 let rank = fields["rank"].as_u64();
-                let who = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
+                let of_rank = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
                 let (cause, what, action) = (text("cause"), text("what"), text("action"));
                 (
                     NotableEventKind::Supervisor,
-                    format!("supervisor: {cause}{who} ({what}): {action}"),
+                    format!("supervisor: {cause}{of_rank} ({what}): {action}"),
                 )
             }
             "recovered" => {
@@ -382,10 +382,10 @@ impl EventLog {
                     format!("the ranks' new meeting held the run up for {held_up:.2} s"),
                 )
             }
-            "strangers" => {
+            "unauthenticated" => {
                 let refused = number(fields, "refused");
                 let words = format!("connections without the run's key, refused so far: {refused}");
-                (NotableEventKind::Strangers, words)
+                (NotableEventKind::Unauthenticated, words)
             }
             "ranks" => {
                 let world = fields["world"].as_u64().or_else(|| fields["ranks"].as_u64());

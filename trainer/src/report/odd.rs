@@ -64,14 +64,14 @@ pub struct OddStep {
 impl OddStep {
     /// The step to explain: that of the value farthest from usual. Slow steps do not count.
     pub fn farthest(&self) -> u64 {
-        let far = |one: &&OddReason| match one.kind {
+        let far = |reason: &&OddReason| match reason.kind {
             OddReasonKind::Stopped | OddReasonKind::NotFinite | OddReasonKind::Skipped => {
                 f64::INFINITY
             }
-            _ => one.score.map_or(0.0, f64::abs),
+            _ => reason.score.map_or(0.0, f64::abs),
         };
-        let learned = self.reasons.iter().rev().filter(|one| one.kind != OddReasonKind::Slow);
-        learned.max_by(|l, r| far(l).total_cmp(&far(r))).map_or(self.step, |one| one.step)
+        let learned = self.reasons.iter().rev().filter(|reason| reason.kind != OddReasonKind::Slow);
+        learned.max_by(|l, r| far(l).total_cmp(&far(r))).map_or(self.step, |reason| reason.step)
     }
 }
 
@@ -140,7 +140,7 @@ struct LoadHistory {
     last: VecDeque<f64>,
     sum: f64,
     /// Whether it was already reported as uneven.
-    told: bool,
+    reported: bool,
 }
 
 impl Detector {
@@ -293,14 +293,15 @@ impl Detector {
         };
         let together = of(true).min(of(false)) > FAR_TOGETHER;
         let bound = if together { FAR_TOGETHER } else { FAR };
-        let (mut odd, near): (Vec<_>, Vec<_>) = all.into_iter().partition(|one| far(one) > bound);
+        let (mut odd, near): (Vec<_>, Vec<_>) =
+            all.into_iter().partition(|reason| far(reason) > bound);
         // If the whole loss is odd, its sources are not listed.
         let whole = odd
             .iter()
-            .any(|one| matches!(one.kind, OddReasonKind::Loss | OddReasonKind::NotFinite));
-        odd.retain(|one| !(whole && one.kind == OddReasonKind::Source));
+            .any(|reason| matches!(reason.kind, OddReasonKind::Loss | OddReasonKind::NotFinite));
+        odd.retain(|reason| !(whole && reason.kind == OddReasonKind::Source));
         if odd.is_empty() {
-            near.into_iter().for_each(|one| self.note_near(one));
+            near.into_iter().for_each(|reason| self.note_near(reason));
         }
         odd
     }
@@ -311,7 +312,7 @@ impl Detector {
         if score <= least.abs() {
             return;
         }
-        let farther = |one: &OddReason| one.score.is_some_and(|one| one.abs() >= score);
+        let farther = |near: &OddReason| near.score.is_some_and(|near| near.abs() >= score);
         let place = self.near.partition_point(farther);
         self.near.insert(place, reason);
         self.near.truncate(NEAREST);
@@ -359,11 +360,11 @@ impl LoadHistory {
         }
         self.last.push_back(value);
         self.sum += value;
-        if self.told || !(collapses || lasts) {
-            self.told = self.told && !even;
+        if self.reported || !(collapses || lasts) {
+            self.reported = self.reported && !even;
             return None;
         }
-        self.told = true;
+        self.reported = true;
         let experts = &counts[..counts.len().saturating_sub(1)];
         let total: u64 = experts.iter().sum();
         let most = experts.iter().enumerate().max_by_key(|(_, count)| **count);
@@ -427,10 +428,10 @@ pub(super) fn add(found: &mut Vec<OddStep>, next: OddStep) {
     };
     last.last = last.last.max(next.last);
     for reason in next.reasons {
-        match last.reasons.iter_mut().find(|one| one.is_of(&reason)) {
+        match last.reasons.iter_mut().find(|known| known.is_of(&reason)) {
             None => last.reasons.push(reason),
-            Some(one) if reason.score.unwrap_or(0.0).abs() > one.score.unwrap_or(0.0).abs() => {
-                *one = reason;
+            Some(known) if reason.score.unwrap_or(0.0).abs() > known.score.unwrap_or(0.0).abs() => {
+                *known = reason;
             }
             Some(_) => (),
         }
@@ -445,9 +446,9 @@ pub(super) fn add(found: &mut Vec<OddStep>, next: OddStep) {
 /// The findings of both lists, by step.
 pub(super) fn merged(a: &[OddStep], b: &[OddStep]) -> Vec<OddStep> {
     let mut all: Vec<&OddStep> = a.iter().chain(b).collect();
-    all.sort_by_key(|one| one.step);
+    all.sort_by_key(|step| step.step);
     let mut found = Vec::new();
-    all.into_iter().for_each(|one| add(&mut found, one.clone()));
+    all.into_iter().for_each(|step| add(&mut found, step.clone()));
     found
 }
 

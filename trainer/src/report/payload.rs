@@ -35,8 +35,8 @@ pub(super) fn run(view: &RunView, known: u64) -> Result<Value> {
     let curriculum = view.curriculum()?;
     let odd = view.odd();
     let root = view.folder().root();
-    let told = odd.iter().take(ODD);
-    let odd_lines: Vec<Value> = told
+    let listed = odd.iter().take(ODD);
+    let odd_lines: Vec<Value> = listed
         .map(|one| {
             let mut value = json!(one);
             value["farthest"] = json!(one.farthest());
@@ -195,7 +195,7 @@ fn plan(curriculum: &Curriculum) -> Vec<Value> {
 /// The curriculum at the start, and its later changes.
 fn curricula(view: &RunView) -> Vec<Value> {
     let mut before: Option<Curriculum> = None;
-    let told = view.curricula.iter().map(|(step, text)| {
+    let listed = view.curricula.iter().map(|(step, text)| {
         let now = Curriculum::parse(text, "the ledger").ok();
         let changes: Vec<String> = match (&before, &now) {
             (Some(before), Some(now)) => {
@@ -206,7 +206,7 @@ fn curricula(view: &RunView) -> Vec<Value> {
         before = now;
         json!({"step": step, "changes": changes, "text": text})
     });
-    told.collect()
+    listed.collect()
 }
 
 fn happenings(log: &log::EventLog) -> Vec<Value> {

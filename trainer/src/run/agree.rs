@@ -28,8 +28,8 @@ pub(super) fn join(
     if !after_loss {
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;
     }
-    let ranks = (world.comm.nodes(), world.comm.rank());
-    memory::refuse(spec, exec.demand(), ranks, world.device)?;
+    let (names, me) = (world.comm.nodes(), world.comm.rank());
+    memory::refuse(spec, exec.demand(), names, me, world.device)?;
     let chosen = world.comm.choose_transport(world.device, exec.transport);
     chosen.map_err(|error| match error {
         kernels::Error::Foreign { .. } => lost(error).hint(
@@ -45,8 +45,8 @@ pub fn fit_workers(exec: &mut ExecOptions, opened: &OpenedCurriculum, world: &Wo
     let (spec, count) = (RunSpec::new(opened)?, exec.workers.count());
     let fits = |count: usize| {
         let demand = MachineDemand { workers: exec.workers.of(count), ..exec.demand() };
-        let ranks = (world.comm.nodes(), world.comm.rank());
-        memory::refuse(&spec, demand, ranks, world.device).is_ok()
+        let (names, me) = (world.comm.nodes(), world.comm.rank());
+        memory::refuse(&spec, demand, names, me, world.device).is_ok()
     };
     let (mut most, mut too_many) = (0, count + 1);
     while too_many - most > 1 {
@@ -164,21 +164,21 @@ pub fn idle_ranks(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
 
 /// Refuses ranks that train another run, with other kernels, or with other options than rank 0.
 pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<()> {
-    let mut mine = WordWriter::default();
-    mine.digest(Digest::of(spec)).text(&world.runtime.fingerprint());
+    let mut message = WordWriter::default();
+    message.digest(Digest::of(spec)).text(&world.runtime.fingerprint());
     options.iter().for_each(|option| {
-        mine.text(option);
+        message.text(option);
     });
-    let heard = world.comm.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
+    let gathered = world.comm.all_gather("the first meeting", message.bytes()).map_err(lost)?;
     let read = |bytes: &[u8]| {
         let mut words = WordReader::new(bytes);
         let (run, table) = (words.digest()?, words.text()?);
         let options = options.iter().map(|_| words.text()).collect::<Result<Vec<_>>>()?;
         words.end().map(|()| (run, table, options))
     };
-    let first = read(&heard[0])?;
-    for (rank, heard) in heard.iter().enumerate() {
-        let other = read(heard)?;
+    let first = read(&gathered[0])?;
+    for (rank, gathered) in gathered.iter().enumerate() {
+        let other = read(gathered)?;
         type Kind = fn(String) -> Fault;
         let differs = |(what, kind): (&str, Kind), (found, wanted): (&str, &str), hint: &str| {
             let what = format!("rank {rank} has another {what} than rank 0");

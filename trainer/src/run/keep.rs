@@ -114,7 +114,7 @@ impl<'a> CheckpointWriter<'a> {
             Some(digests) => self.lead(snapshot, digests, state.owners.pieces().to_vec(), false),
             None => self.follow(snapshot)?,
         };
-        self.saver.start((step, digest, start.elapsed()), work)?;
+        self.saver.start(step, digest, start.elapsed(), work)?;
         self.kept = step;
         Ok(())
     }
@@ -134,7 +134,12 @@ impl<'a> CheckpointWriter<'a> {
             let mut blobs = checkpoints.write(&layout, &snapshot)?;
             if let Some(store) = store {
                 for rank in 1..world {
-                    blobs.extend(heard(&store, &key(snapshot.step(), rank), rank, patience)?);
+                    blobs.extend(wait_for_report(
+                        &store,
+                        &key(snapshot.step(), rank),
+                        rank,
+                        patience,
+                    )?);
                 }
             }
             // Before the commit, so that the retention knows that it must be kept.
@@ -198,7 +203,7 @@ impl<'a> CheckpointWriter<'a> {
             Some(digests) => self.lead(snapshot, digests, pieces.to_vec(), pinned),
             None => self.follow(snapshot)?,
         };
-        self.saver.start((step, state, Duration::ZERO), work)?;
+        self.saver.start(step, state, Duration::ZERO, work)?;
         self.kept = self.kept.max(step);
         self.finish(recorder)
     }
@@ -246,7 +251,7 @@ pub(crate) fn written_by_all(
     let words = comm.all_gather("the keeping of a state", word(written).as_bytes());
     let mut blobs = Vec::new();
     for (rank, word) in (0..).zip(&words.map_err(lost)?) {
-        blobs.extend(spoken(&String::from_utf8_lossy(word), rank)?);
+        blobs.extend(parse_report(&String::from_utf8_lossy(word), rank)?);
     }
     Ok(blobs)
 }
@@ -266,7 +271,7 @@ fn word(written: &Result<Vec<BlobRecord>>) -> String {
 }
 
 /// Parses a report.
-fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
+fn parse_report(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
     let unread = |error| Fault::bug(format!("rank {rank} wrote what rank 0 cannot read: {error}"));
     let mut word: serde_json::Value = serde_json::from_str(word).map_err(unread)?;
     if let Some(fault) = word["fault"].as_str() {
@@ -277,7 +282,7 @@ fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
 }
 
 /// Waits for the report of a rank.
-fn heard(
+fn wait_for_report(
     store: &KeyValueStore,
     key: &str,
     rank: u32,
@@ -286,7 +291,7 @@ fn heard(
     match store.wait(key, patience).map_err(lost)? {
         Some(word) => {
             store.forget(key).map_err(lost)?;
-            spoken(&word, rank)
+            parse_report(&word, rank)
         }
         None => Err(not_written(rank, patience)),
     }
@@ -315,21 +320,21 @@ mod tests {
             Duration::from_secs(10),
         )
         .unwrap();
-        let slow = heard(&store, "checkpoint/6/2", 2, patience).unwrap_err();
+        let slow = wait_for_report(&store, "checkpoint/6/2", 2, patience).unwrap_err();
         assert_eq!(slow.class(), Class::Machine);
         assert!(
             slow.to_string()
                 .contains("rank 2 did not write its part of a checkpoint within 0.05 s")
         );
         store.set("checkpoint/6/3", &word(&Err(Fault::machine("the disk is full")))).unwrap();
-        let full = heard(&store, "checkpoint/6/3", 3, patience).unwrap_err();
+        let full = wait_for_report(&store, "checkpoint/6/3", 3, patience).unwrap_err();
         assert_eq!(full.class(), Class::Machine);
         assert!(
             full.to_string().contains("rank 3") && full.to_string().contains("the disk is full")
         );
         let blob = BlobRecord { name: "a".to_owned(), bytes: 3, digest: Digest(1) };
         store.set("checkpoint/6/4", &word(&Ok(vec![blob.clone()]))).unwrap();
-        assert_eq!(heard(&store, "checkpoint/6/4", 4, patience).unwrap(), [blob]);
+        assert_eq!(wait_for_report(&store, "checkpoint/6/4", 4, patience).unwrap(), [blob]);
         assert_eq!(store.find("checkpoint/6/4").unwrap(), None, "a run has many checkpoints");
     }
 }

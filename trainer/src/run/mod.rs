@@ -60,7 +60,7 @@ pub fn train(
         let ended = caught(|| run(opened, exec, world, &mut replicas, recovery.take()));
         recovery = Some(match ended {
             Ok(LoopEnd::Done(outcome)) => {
-                std::mem::take(&mut world.holds).let_go();
+                std::mem::take(&mut world.locks).release();
                 return Ok(outcome);
             }
             Ok(LoopEnd::Joined) => recover::admit(world, exec)?,
@@ -89,7 +89,7 @@ fn run(
     let chosen = agree::join(&spec, exec, world, recovery.is_some())?;
     let team = ProcessMesh::new(&world.comm, exec.degrees, exec.grad_reduce, exec.flat)?;
     let after = Resume { recovery, replicas };
-    let begun = open::open(&spec, opened, exec, world, (&team, &chosen), after)?;
+    let begun = open::open(&spec, opened, exec, world, &team, &chosen, after)?;
     let OpenedRun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
     replicas.keep(&team, &state)?;
     if let Some(digest) =
@@ -115,9 +115,9 @@ fn run(
         let stepped = step::advance(context, &mut state, &batch, &micro_batches, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         replicas.keep(&team, &state)?;
-        world.holds.check()?;
+        world.locks.check()?;
         recorder.record(&stepped)?;
-        recorder.strangers(world)?;
+        recorder.record_unauthenticated(world)?;
         digest = Some(stepped.record.state_digest);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
         // Before the checkpoint: a run that resumes from it would not validate this step again.

@@ -59,7 +59,8 @@ pub(super) fn open<'a>(
     opened: &OpenedCurriculum,
     exec: &'a ExecOptions,
     world: &'a World,
-    (team, chosen): (&ProcessMesh<'_>, &TransportChoice),
+    team: &ProcessMesh<'_>,
+    chosen: &TransportChoice,
     Resume { recovery, replicas }: Resume<'_>,
 ) -> Result<OpenedRun<'a>> {
     let comm = &world.comm;
@@ -68,12 +69,12 @@ pub(super) fn open<'a>(
     let reading = RestoreInputs { comm, layout: &layout, owners: &owners, workers: exec.workers };
     let recall = |last, place: &Location| {
         hold_together(exec, world, place)?;
-        let restore = |_| replicas.restore(team, &layout, &owners, (last, exec.workers));
+        let restore = |_| replicas.restore(team, &layout, &owners, last, exec.workers);
         recovery.as_ref().map_or(Ok(None), restore)
     };
     let (mut from_memory, mut drawn) = (true, None);
     let (found, book, checkpoints) = if comm.rank() == 0 {
-        // Read first: if the start is unreadable, no run's folder is created.
+        // Read first: if the initial weights are unreadable, no run's folder is created.
         if spec.start.is_some() && !RunFolder::new(&exec.out).ledger().exists() {
             drawn = Some(State::begin(spec, world.device, owners.clone(), exec.workers)?);
         }
@@ -89,14 +90,15 @@ pub(super) fn open<'a>(
             }
             None => {
                 from_memory = false;
-                let found = opening.newest(&reading).and_then(|found| opening.told(found))?;
+                let found =
+                    opening.newest(&reading).and_then(|found| opening.set_aside_unusable(found))?;
                 opening.put_in_order()?;
                 found
             }
         };
         let mut book = opening.begin(found.as_ref().map_or(0, |(state, _)| state.step))?;
         if comm.world() > 1 {
-            say_ranks(&mut book, team, chosen, owners.pieces())?;
+            note_ranks(&mut book, team, chosen, owners.pieces())?;
         }
         if let (Some((state, _)), Some(start), None) = (&found, &spec.start, &recovery) {
             look_at_start(start, state.step, &book.progress)?;
@@ -129,13 +131,13 @@ pub(super) fn open<'a>(
 /// take the folder or the `place` of the checkpoints.
 fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<()> {
     let mut own = WordWriter::default();
-    own.text(world.holds.group()).place(place);
-    let heard = world.comm.all_gather("the holding of the folder", own.bytes()).map_err(lost)?;
-    let mut heard = WordReader::new(&heard[0]);
-    world.holds.join(&heard.text()?, &exec.out, &heard.place()?)
+    own.text(world.locks.group()).place(place);
+    let gathered = world.comm.all_gather("the holding of the folder", own.bytes()).map_err(lost)?;
+    let mut gathered = WordReader::new(&gathered[0]);
+    world.locks.join(&gathered.text()?, &exec.out, &gathered.place()?)
 }
 
-/// Warns if the start of a run that resumes after `step` has changed or is missing: only step 0 needs it.
+/// Warns if the initial weights of a run that resumes after `step` has changed or is missing: only step 0 needs it.
 fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) -> Result<()> {
     let folder = start.folder().display();
     let what = match start.folder().exists() {
@@ -146,14 +148,14 @@ fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) ->
         },
     };
     progress.note(&format!(
-        "warning: the start of this run: {what}; the run goes on after step {step} without it, and cannot be computed again from \
+        "warning: the initial weights of this run: {what}; the run goes on after step {step} without it, and cannot be computed again from \
          its first step until it is put back, or named anew by `start` in the curriculum"
     ));
     Ok(())
 }
 
 /// Records the ranks.
-fn say_ranks(
+fn note_ranks(
     book: &mut RunRecords<'_>,
     team: &ProcessMesh<'_>,
     chosen: &TransportChoice,
@@ -206,13 +208,13 @@ impl<'a> Opening<'a> {
         let folder = RunFolder::new(&exec.out);
         // A hung rank may hold the folder until it is killed.
         let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
-        let how = (&world.holds, patience, exec.restart);
-        let open = folder.open(spec, &opened.file, &world.runtime, how)?;
+        let (runtime, locks) = (&world.runtime, &world.locks);
+        let open = folder.open(spec, &opened.file, runtime, locks, patience, exec.restart)?;
         let mut events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
-        recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;
+        recovery.map_or(Ok(()), |recovery| recovery.record(&mut events, recorded))?;
         let checkpoints =
-            open.take_checkpoints(exec.checkpoints.as_ref(), (&world.holds, patience))?;
+            open.take_checkpoints(exec.checkpoints.as_ref(), &world.locks, patience)?;
         let progress = ProgressPrinter::new(spec.plan.steps(), exec.progress);
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
@@ -223,7 +225,8 @@ impl<'a> Opening<'a> {
     }
 
     /// Compares a state that was restored from memory with the ledger.
-    fn compare(&self, (state, digest): &Restored) -> Result<()> {
+    fn compare(&self, restored: &Restored) -> Result<()> {
+        let (state, digest) = restored;
         if state.step == 0 {
             return Ok(());
         }
@@ -254,7 +257,7 @@ impl<'a> Opening<'a> {
 
     /// Warns about checkpoints that cannot be used, and renames them, so that the retention does not count them as the
     /// newest. If there is no other state, nothing is renamed and the run stops, except with `--restart`.
-    fn told<T>(&mut self, found: UsableCheckpoint<T>) -> Result<Option<T>> {
+    fn set_aside_unusable<T>(&mut self, found: UsableCheckpoint<T>) -> Result<Option<T>> {
         let mut passed = std::mem::take(&mut self.beyond);
         passed.extend(found.passed);
         let newest = passed.iter().max_by_key(|(step, _)| *step);

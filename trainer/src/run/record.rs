@@ -93,22 +93,23 @@ impl Recorder<'_> {
     }
 
     /// Records new connections to the ranks' stores without the run's key; prints a line for the first.
-    pub(super) fn strangers(&mut self, world: &World) -> Result<()> {
-        world.rendezvous.iter().for_each(Rendezvous::tell_of_strangers);
+    pub(super) fn record_unauthenticated(&mut self, world: &World) -> Result<()> {
+        world.rendezvous.iter().for_each(Rendezvous::report_unauthenticated);
         let Some(book) = &mut self.0 else { return Ok(()) };
-        let strangers = world.comm.strangers();
+        let unauthenticated = world.comm.unauthenticated();
         // After a loss it may be another store, with its own count.
-        let before = world.strangers.swap(strangers.refused, Ordering::Relaxed);
-        if strangers.refused == before {
+        let before = world.unauthenticated.swap(unauthenticated.refused, Ordering::Relaxed);
+        if unauthenticated.refused == before {
             return Ok(());
         }
-        let Some(words) = strangers.words() else { return Ok(()) };
+        let Some(words) = unauthenticated.words() else { return Ok(()) };
         if before == 0 {
             book.progress.note(&format!("note: {words}"));
         }
         let step = book.open.ledger.last_step();
-        let fields = json!({"step": step, "refused": strangers.refused, "last": strangers.last});
-        book.events.write("strangers", fields)
+        let fields =
+            json!({"step": step, "refused": unauthenticated.refused, "last": unauthenticated.last});
+        book.events.write("unauthenticated", fields)
     }
 
     /// Writes an event.

@@ -43,7 +43,7 @@ pub(super) struct Recovery {
 
 impl Recovery {
     /// Records which ranks were lost after `step`, the last recorded one, and which continue.
-    pub(super) fn tell(&self, events: &mut Events, step: u64) -> Result<()> {
+    pub(super) fn record(&self, events: &mut Events, step: u64) -> Result<()> {
         let Recovery { since, reason, change, members, generation, patience: _ } = self;
         let MembershipChange { lost, joined } = change;
         let left: Vec<u32> = members.iter().copied().filter(|it| !joined.contains(it)).collect();
@@ -114,7 +114,7 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
         match (exec.min_ranks, fault.symptom()) {
             // The others continue without this machine, and may end this process as soon as they are notified.
             (Some(_), Some(Symptom::Untrusted)) => {
-                last_words((Some(world.comm.launched_as()), None), &fault, true);
+                last_words(Some(world.comm.launched_as()), None, &fault, true);
                 world.comm.give_up(&fault.to_string());
             }
             // Otherwise they would see only a closed connection.
@@ -138,14 +138,14 @@ fn meet_again(
     let (since, patience) = (Instant::now(), world.patience);
     let Some(rendezvous) = &mut world.rendezvous else { return Err(fault) };
     let before = rendezvous.members().len();
-    let tell = |word: &str| contract::note!("{word}");
+    let record = |word: &str| contract::note!("{word}");
     for _ in 0..before + IN_VAIN {
         // Closes its connections, so that ranks that still wait for this one notice the loss.
         world.comm = kernels::group::Group::alone();
         let agreed = rendezvous.agree(&blamed, least, patience);
         agreed.map_err(|error| lost(error).found(fault.what()))?;
         blamed.clear();
-        let Ok(comm) = rendezvous.group(patience, &tell) else { continue };
+        let Ok(comm) = rendezvous.group(patience, &record) else { continue };
         // If the store is lost by now, the next meeting notices it.
         let Ok(change) = rendezvous.stands() else { continue };
         world.comm = comm;

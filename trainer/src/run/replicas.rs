@@ -61,18 +61,18 @@ impl Replicas {
             return Ok(());
         }
         let (to, from) = Partners::new(group.nodes()).of(group.rank());
-        let mine = pack(state)?;
+        let own_pieces = pack(state)?;
         let mut exchange = group.begin("the replication of the state").map_err(lost)?;
         let length = owners.of(from).map(length).sum();
-        let theirs = exchange.receive(0, from, Kind::Float, length).map_err(lost)?;
-        exchange.send(0, to, &mine).map_err(lost)?;
+        let received = exchange.receive(0, from, Kind::Float, length).map_err(lost)?;
+        exchange.send(0, to, &own_pieces).map_err(lost)?;
         exchange.close(0).map_err(lost)?;
-        let theirs = theirs.wait().map_err(lost)?;
+        let received = received.wait().map_err(lost)?;
         exchange.finish().map_err(lost)?;
         // A replica is trusted after a rank is lost, so make sure that it has arrived completely.
         group.settled().map_err(lost)?;
-        let mut pieces = cut(owners, group.rank(), &mine);
-        pieces.extend(cut(owners, from, &theirs));
+        let mut pieces = cut(owners, group.rank(), &own_pieces);
+        pieces.extend(cut(owners, from, &received));
         pieces.sort_by_key(|(index, _)| *index);
         let State { step, balance, windows, .. } = state;
         // Later steps were never recorded.
@@ -92,7 +92,8 @@ impl Replicas {
         team: &ProcessMesh<'_>,
         layout: &StateLayout,
         owners: &Ownership,
-        (last, workers): (u64, Workers),
+        last: u64,
+        workers: Workers,
     ) -> Result<Option<(State, Digest)>> {
         if !self.asked {
             return Ok(None);
@@ -117,27 +118,27 @@ impl Replicas {
         let state = State { step, weights, fold, balance, windows, owners, owned, departures };
         state.round(workers)?;
         share::weights(team, &state)?;
-        let mut mine = WordWriter::default();
-        mine.sums(&state.own_sums(workers)?);
-        let heard = team.tell("the checksums of the state", &mine)?;
-        let digest = state.sums_of(&share::sums(&state.owners, heard.readers())?).digest;
+        let mut message = WordWriter::default();
+        message.sums(&state.own_sums(workers)?);
+        let gathered = team.all_gather("the checksums of the state", &message)?;
+        let digest = state.sums_of(&share::sums(&state.owners, gathered.readers())?).digest;
         Ok(Some((state, digest)))
     }
 
     /// The step to continue from, and the sender of each piece: the same on every rank.
     fn choose(&self, group: &Group, pieces: usize, last: u64) -> Result<Option<(u64, Vec<u32>)>> {
-        let mut mine = WordWriter::default();
-        mine.word(last).word(self.kept.len() as u64);
+        let mut message = WordWriter::default();
+        message.word(last).word(self.kept.len() as u64);
         for kept in &self.kept {
-            mine.word(kept.step).word(kept.pieces.len() as u64);
+            message.word(kept.step).word(kept.pieces.len() as u64);
             kept.pieces.iter().for_each(|(index, _)| {
-                mine.word(*index as u64);
+                message.word(*index as u64);
             });
         }
-        let heard = group.all_gather("the choice of a state", mine.bytes()).map_err(lost)?;
+        let gathered = group.all_gather("the choice of a state", message.bytes()).map_err(lost)?;
         let mut held = Vec::new();
-        for heard in &heard {
-            held.push(read(&mut WordReader::new(heard))?);
+        for gathered in &gathered {
+            held.push(read(&mut WordReader::new(gathered))?);
         }
         Ok(chosen(&held, pieces))
     }
@@ -231,7 +232,7 @@ fn pack(state: &State) -> Result<Tensor> {
         parts.extend(owned.second.as_ref().map(|second| second.reshape([-1])));
     }
     let device = parts.first().map_or(Device::Cpu, Tensor::device);
-    tree::joined(&parts, (Kind::Float, device)).map_err(refused)
+    tree::joined(&parts, Kind::Float, device).map_err(refused)
 }
 
 /// The pieces of `rank` by index, as views of its packed values.

@@ -88,12 +88,12 @@ impl RestoreInputs<'_> {
 
     /// Receives rank 0's choice: a step, and its place of checkpoints.
     pub(super) fn choose(&self, step: u64, place: &Location) -> Result<(u64, Location)> {
-        let mut mine = WordWriter::default();
-        mine.word(step).place(place);
-        let heard =
-            self.comm.all_gather("the choice of a checkpoint", mine.bytes()).map_err(lost)?;
-        let mut heard = WordReader::new(&heard[0]);
-        Ok((heard.word()?, heard.place()?))
+        let mut message = WordWriter::default();
+        message.word(step).place(place);
+        let gathered =
+            self.comm.all_gather("the choice of a checkpoint", message.bytes()).map_err(lost)?;
+        let mut gathered = WordReader::new(&gathered[0]);
+        Ok((gathered.word()?, gathered.place()?))
     }
 
     /// Reads this rank's part and exchanges the result. An error on any rank is returned on all.
@@ -103,29 +103,31 @@ impl RestoreInputs<'_> {
             let sums = state.own_sums(self.workers)?;
             Ok((state, sums, reader))
         });
-        let mut mine = WordWriter::default();
+        let mut message = WordWriter::default();
         match &read {
-            Ok((_, sums, _)) => mine.word(0).sums(sums),
-            Err(fault) => mine.word(u64::from(fault.class().exit_code())).text(&fault.to_string()),
+            Ok((_, sums, _)) => message.word(0).sums(sums),
+            Err(fault) => {
+                message.word(u64::from(fault.class().exit_code())).text(&fault.to_string())
+            }
         };
-        let heard = self.comm.all_gather("the reading of a checkpoint", mine.bytes());
-        let heard = Gathered(heard.map_err(lost)?);
-        let (mut heard, mut faults) = (heard.readers(), Vec::new());
-        for (rank, heard) in heard.iter_mut().enumerate() {
-            let class = heard.word()?;
+        let gathered = self.comm.all_gather("the reading of a checkpoint", message.bytes());
+        let gathered = Gathered(gathered.map_err(lost)?);
+        let (mut gathered, mut faults) = (gathered.readers(), Vec::new());
+        for (rank, gathered) in gathered.iter_mut().enumerate() {
+            let class = gathered.word()?;
             if class != 0 {
-                faults.push((class == u64::from(Class::Data.exit_code()), rank, heard.text()?));
+                faults.push((class == u64::from(Class::Data.exit_code()), rank, gathered.text()?));
             }
         }
         // Errors other than damaged data take precedence: they must not mark the checkpoint as damaged.
         if let Some((data, rank, text)) = faults.into_iter().min() {
-            let told = if data { Fault::data(text) } else { Fault::machine(text) };
+            let fault = if data { Fault::data(text) } else { Fault::machine(text) };
             // That rank itself returns its original error.
-            let own = read.err().filter(|_| rank == self.comm.rank() as usize);
-            return Err(own.unwrap_or_else(|| told.at(format!("rank {rank}"))));
+            let original = read.err().filter(|_| rank == self.comm.rank() as usize);
+            return Err(original.unwrap_or_else(|| fault.at(format!("rank {rank}"))));
         }
         let (state, _, reader) = read?;
-        let sums = state.sums_of(&share::sums(self.owners, heard)?);
+        let sums = state.sums_of(&share::sums(self.owners, gathered)?);
         reader.check(sums.digest)?;
         Ok((state, sums.digest))
     }
@@ -162,7 +164,7 @@ mod tests {
             let folder = TempDir::new().unwrap();
             let checkpoints = Checkpoints::new(folder.path());
             let cut = |(cuts, ends, owners, _): &(Vec<Index>, Vec<bool>, Vec<u32>, u32)| {
-                pieces_of(&layout, cuts, (ends, owners))
+                pieces_of(&layout, cuts, ends, owners)
             };
             let (pieces, mut blobs) = (cut(&writers), Vec::new());
             let snapshot = |rank| Snapshot::of(&all.cut(5, &pieces, rank)).unwrap();

@@ -23,7 +23,7 @@ pub struct World {
     /// Where the remaining ranks meet after a loss, if that is requested.
     pub(super) rendezvous: Option<Rendezvous>,
     /// Number of refused connections to the ranks' store that have been recorded.
-    pub(super) strangers: AtomicU64,
+    pub(super) unauthenticated: AtomicU64,
     /// When ranks met although none was lost.
     pub(super) in_vain: Vec<Instant>,
     /// The timeout for other ranks, also for a rank that is temporarily alone.
@@ -31,7 +31,7 @@ pub struct World {
     /// Whether this rank was restarted, and joins running ones.
     pub(super) joins: bool,
     /// Its locks on the run's folder, which do not depend on other ranks.
-    pub(super) holds: RunLocks,
+    pub(super) locks: RunLocks,
     /// The program that gets the curves of this run, if rank 0 has started one.
     pub(super) feed: OnceLock<Arc<MetricsFeed>>,
 }
@@ -39,18 +39,18 @@ pub struct World {
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
-        let (strangers, in_vain, patience) = (AtomicU64::new(0), Vec::new(), comm.timeout());
-        let (rendezvous, joins, holds, feed) = (None, false, RunLocks::default(), OnceLock::new());
+        let (unauthenticated, in_vain, patience) = (AtomicU64::new(0), Vec::new(), comm.timeout());
+        let (rendezvous, joins, locks, feed) = (None, false, RunLocks::default(), OnceLock::new());
         World {
             comm,
             runtime,
             device,
             rendezvous,
-            strangers,
+            unauthenticated,
             in_vain,
             patience,
             joins,
-            holds,
+            locks,
             feed,
         }
     }
@@ -66,8 +66,8 @@ impl World {
     }
 
     /// The same with these locks.
-    pub fn holding(self, holds: RunLocks) -> Self {
-        World { holds, ..self }
+    pub fn holding(self, locks: RunLocks) -> Self {
+        World { locks, ..self }
     }
 
     /// Whether a restarted rank waits to join.

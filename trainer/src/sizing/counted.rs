@@ -135,9 +135,10 @@ impl Ops for CountingOps {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: (Tensor, Kind),
+        grad: Tensor,
+        kind: Kind,
     ) -> Result<QueryKeyGrads> {
-        CPU.query_key_backward(raw, factors, by, grad)
+        CPU.query_key_backward(raw, factors, by, grad, kind)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {

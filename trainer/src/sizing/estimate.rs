@@ -100,17 +100,17 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
     let PlannedRun { spec, cluster, fleet } = setting;
     let micro_batches = needs.batch / needs.micro_batch;
     let standing = RankArrangement::new(fleet, needs);
-    let own = micro_batches.div_ceil(standing.lines);
-    let rounds = own.div_ceil(standing.workers);
+    let per_line = micro_batches.div_ceil(standing.lines);
+    let rounds = per_line.div_ceil(standing.workers);
     let mut seconds = SecondsByPart([0.0; PARTS.len()]);
-    micro_batch(setting, first, needs, (rounds as f64, standing), &mut seconds)?;
+    micro_batch(setting, first, needs, rounds as f64, standing, &mut seconds)?;
     let sum = |parts: [StepPart; 3]| parts.map(|part| seconds.of(part)).iter().sum::<f64>();
     let back = sum([StepPart::ExpertsBack, StepPart::RouterBack, StepPart::AttentionBack]);
-    let there = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
+    let forward = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
     let way_back = (back + seconds.of(StepPart::Head) / 2.0) / rounds as f64;
-    seconds.add(StepPart::Blocks, standing::waits(setting, needs, (own, there + back)));
+    seconds.add(StepPart::Blocks, standing::waits(setting, needs, per_line, forward + back));
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
-    whole_gradients(setting, own, standing, &mut seconds);
+    whole_gradients(setting, per_line, standing, &mut seconds);
     owners(setting, first, &pieces, &mut seconds);
     let (gradients, weights) = exchange(setting, needs.sent);
     // Blocks of a bucketed round are sent while the next is computed; all gradients during the last backward pass.
@@ -126,16 +126,16 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
         hidden += waits.min(gradients - hidden);
         // Facts, losses, norms, checksums: each reaches all ranks in as many hops as a tree has levels.
         seconds.add(StepPart::Peers, waits + 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
-        packing(setting, first, (own, standing), &mut seconds);
+        packing(setting, first, per_line, standing, &mut seconds);
     }
     seconds.add(StepPart::Blocks, gradients - hidden);
     seconds.add(StepPart::Share, weights);
-    let counts = Counts { own, rounds, micro_batches, standing };
+    let counts = Counts { per_line, rounds, micro_batches, standing };
     Ok(finish(setting, needs, counts, &seconds, ExchangeSeconds { gradients, hidden, weights }))
 }
 
 struct Counts {
-    own: u64,
+    per_line: u64,
     rounds: u64,
     micro_batches: u64,
     standing: RankArrangement,
@@ -162,7 +162,7 @@ fn finish(
     let peak = cluster.bf16.peak().max(cluster.f32.peak()) * workers as f64;
     StepTime {
         phase: needs.name.clone(),
-        micro_batches: counts.own,
+        micro_batches: counts.per_line,
         rounds: counts.rounds,
         idle_ranks: u64::from(fleet.ranks).saturating_sub(counts.micro_batches * together),
         parts: PARTS.iter().map(|(part, name)| (*name, seconds.of(*part))).collect(),
@@ -183,7 +183,8 @@ fn micro_batch(
     PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     first: u64,
     needs: &PhaseNeeds,
-    (rounds, standing): (f64, RankArrangement),
+    rounds: f64,
+    standing: RankArrangement,
     seconds: &mut SecondsByPart,
 ) -> Result<()> {
     let phase = spec.model_at(first)?;
@@ -208,8 +209,8 @@ fn micro_batch(
     // A call covers one sequence in one layer.
     let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
     let again = 1.0 + f64::from(u8::from(recompute));
-    let [there, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
-    let (there, back) = (there.at(call), back.at(call));
+    let [forward, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
+    let (forward, back) = (forward.at(call), back.at(call));
     seconds.add(StepPart::Attention, rounds * again * operations / there);
     seconds.add(StepPart::AttentionBack, rounds * 2.0 * operations / back);
     // The bandwidth is looked up for the size of a pass over a layer's activations.
@@ -226,35 +227,36 @@ fn micro_batch(
     let chunk = tokens.min(config.loss_chunk);
     let softmax = cluster.softmax.at(traffic::of_softmax(config, chunk));
     seconds.add(StepPart::Head, rounds * traffic::of_softmax(config, all) / softmax);
-    let [there, back] = traffic::of_gated_units(config, all);
-    seconds.add(StepPart::Experts, rounds * layers * again * there / cluster.softmax.at(there));
-    seconds.add(StepPart::ExpertsBack, rounds * layers * back / cluster.softmax.at(there));
+    let [forward, back] = traffic::of_gated_units(config, all);
+    seconds.add(StepPart::Experts, rounds * layers * again * forward / cluster.softmax.at(forward));
+    seconds.add(StepPart::ExpertsBack, rounds * layers * back / cluster.softmax.at(forward));
     Ok(())
 }
 
 /// Checksums of the gradients of this rank's micro-batches, and their additions; then the additions of received blocks.
 fn whole_gradients(
     PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
-    own: u64,
+    per_line: u64,
     RankArrangement { together, lines, workers }: RankArrangement,
     seconds: &mut SecondsByPart,
 ) {
     let f = |count: u64| count as f64;
-    let (own, ranks, together, lines) = (f(own), f64::from(fleet.ranks), f(together), f(lines));
+    let (per_line, ranks, together, lines) =
+        (f(per_line), f64::from(fleet.ranks), f(together), f(lines));
     let workers = f(workers);
     // Of a shared gradient a rank has its slice, and adds the chunks of the others on its line. Each tensor is a call.
     let once = |curve: &Curve, width: f64| -> f64 {
         let sizes = spec.parameters.iter().map(|it| width * f(it.elements()) / together);
         sizes.map(|bytes| bytes / curve.at(bytes)).sum()
     };
-    let rounds = (own / workers).ceil();
+    let rounds = (per_line / workers).ceil();
     seconds.add(StepPart::MicroBatchSums, rounds * once(&cluster.checksum, 4.0));
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)).min(lines);
     // A rank adds its own micro-batches, its neighbours' blocks for the owners that it leads, and blocks of machines
     // for itself: in multiples of its slice.
     let near = (lines / machines - 1.0) * together * machines / ranks;
     let far = (machines - 1.0) * together / ranks;
-    let added = own - 1.0 + own * (together - 1.0) + near + far;
+    let added = per_line - 1.0 + per_line * (together - 1.0) + near + far;
     seconds.add(StepPart::Tree, added * once(&cluster.tree, 12.0) / workers);
 }
 
@@ -262,12 +264,13 @@ fn whole_gradients(
 fn packing(
     PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     first: u64,
-    (own, RankArrangement { together, .. }): (u64, RankArrangement),
+    per_line: u64,
+    RankArrangement { together, .. }: RankArrangement,
     seconds: &mut SecondsByPart,
 ) {
     let blocks = match fleet.grad_reduce {
-        GradReduce::Whole => blocks(0, own).len() as u64,
-        GradReduce::Bucketed => own,
+        GradReduce::Whole => blocks(0, per_line).len() as u64,
+        GradReduce::Bucketed => per_line,
     };
     // Tensor by tensor, read and written.
     let copied = |bytes: &dyn Fn(&ParamSpec) -> f64| -> f64 {
@@ -290,22 +293,22 @@ fn owners(
     let (workers, dtype) = (fleet.workers.count() as f64, spec.dtype_at(first));
     let mut by_owner = vec![[0.0f64; 3]; fleet.ranks as usize];
     for piece in pieces {
-        let own = &mut by_owner[piece.owner as usize];
+        let seconds_of_owner = &mut by_owner[piece.owner as usize];
         let length = piece.length() as f64;
         let sets = 2.0 + f64::from(u8::from(piece.rule.has_second_moment()));
         let stream = cluster.stream.at(12.0 * length);
         // Moments and weights are updated in place, as in an addition of the tree.
         let in_place = cluster.tree.at(12.0 * length);
         let checksum = |bytes: f64| bytes / cluster.checksum.at(bytes);
-        own[0] += checksum(4.0 * length) + 4.0 * length / stream;
+        seconds_of_owner[0] += checksum(4.0 * length) + 4.0 * length / stream;
         // Old weights are kept and compared, new ones rounded: in a cache except for what is written.
         let narrow = dtype == Dtype::Bf16 && spec.parameters[piece.tensor].in_large_products;
         let beside = length * if narrow { 14.0 } else { 12.0 } / stream;
         let moved = 28.0 * length / in_place + beside + sets * checksum(4.0 * length);
         match orthogonalized(piece) {
             // The momentum, then the weights by the update direction.
-            Some(seconds) => own[1] += seconds(cluster) + moved,
-            None => own[2] += moved,
+            Some(seconds) => seconds_of_owner[1] += seconds(cluster) + moved,
+            None => seconds_of_owner[2] += moved,
         }
     }
     let sum = |of: &[f64; 3]| of.iter().sum::<f64>();

@@ -65,8 +65,8 @@ pub fn of_phase(
 }
 
 fn memory(PlannedRun { cluster, fleet, .. }: PlannedRun<'_>, needs: &PhaseNeeds) -> Option<String> {
-    let (held, there) = (needs.memory.sum(), cluster.memory_bytes);
-    (held > there).then(|| {
+    let (held, available) = (needs.memory.sum(), cluster.memory_bytes);
+    (held > available).then(|| {
         let more = match fleet.workers.keep() {
             crate::model::ActivationCheckpointing::Everything => "--recompute, ",
             crate::model::ActivationCheckpointing::LayerInputs => "",
@@ -76,7 +76,7 @@ fn memory(PlannedRun { cluster, fleet, .. }: PlannedRun<'_>, needs: &PhaseNeeds)
              device with more",
             contract::words::bytes(held),
             held as f64 / 1e9,
-            contract::words::bytes(there)
+            contract::words::bytes(available)
         )
     })
 }

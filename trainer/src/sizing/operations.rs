@@ -83,11 +83,12 @@ impl MicroBatchSizes {
 
     fn between(&self) -> Vec<Operation> {
         let (n, d, kind) = (self.tokens, self.config.hidden_size, self.kind);
-        let (rows, one) = ([n, d], [d]);
-        let vectors = [(&one[..], Float); 4];
-        let norm = [(&rows[..], Float), (&one, Float)];
-        let back = [(&rows[..], Float), (&[n, 1], Float), (&one, Float), (&rows, kind)];
-        let sum = [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&one, Float)]].concat();
+        let (rows, vector) = ([n, d], [d]);
+        let vectors = [(&vector[..], Float); 4];
+        let norm = [(&rows[..], Float), (&vector, Float)];
+        let back = [(&rows[..], Float), (&[n, 1], Float), (&vector, Float), (&rows, kind)];
+        let sum =
+            [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&vector, Float)]].concat();
         let sum_back =
             [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&rows, Float)]].concat();
         vec![
@@ -102,8 +103,8 @@ impl MicroBatchSizes {
                 &sum,
                 &[(n * d, Float), (n * d, kind)],
                 |ops, by, t| {
-                    let norm = (&t[6], by.numbers.config.rms_norm_eps);
-                    ops.residual_norm(&t[0], &t[1], scaling(t), norm).map(drop)
+                    let eps = by.numbers.config.rms_norm_eps;
+                    ops.residual_norm(&t[0], &t[1], scaling(t), &t[6], eps).map(drop)
                 },
             ),
             self.operation(
@@ -120,17 +121,17 @@ impl MicroBatchSizes {
         let [heads, width] = self.heads();
         let columns = channels + self.config.key_size();
         let (z, raw, half) = ([n, columns], [heads, n, width], self.angles());
-        let (twice, one) = ([heads, n, 2 * width], [channels]);
+        let (twice, vector) = ([heads, n, 2 * width], [channels]);
         let (values, means) = ([n, self.config.key_size()], [n, channels]);
         let conv: [(&[i64], Kind); 4] =
-            [(&z, kind), (&[channels, 1, 2], Float), (&one, Float), (&[1], Int64)];
+            [(&z, kind), (&[channels, 1, 2], Float), (&vector, Float), (&[1], Int64)];
         let grads = [(&twice[..], kind), (&values, kind), (&means, Float)];
         let conv_back = [&conv[..], &grads].concat();
         let angles = [n, half];
         let turn: [(&[i64], Kind); 6] = [
             (&z, kind),
             (&raw, kind),
-            (&one, Float),
+            (&vector, Float),
             (&[self.config.num_key_value_heads], Float),
             (&angles, Float),
             (&angles, Float),
@@ -285,12 +286,12 @@ impl BenchOptions {
             Int64 => Ok(Tensor::f_arange(shape.iter().product::<i64>(), (Int64, self.device))?),
             _ => self.random(shape, *kind),
         };
-        let one = || {
+        let operands = || {
             let choice = Tensor::f_zeros([numbers.tokens], (Int64, self.device))?;
             let all = of.operands.iter().map(operand).collect::<kernels::Result<Vec<_>>>()?;
             Ok((all, ops.dispatch(&choice, 2)?))
         };
-        self.time_cold(of.bytes, one, |(t, order)| {
+        self.time_cold(of.bytes, operands, |(t, order)| {
             (of.work)(ops, OperationInputs { numbers, order }, t)
         })
     }
@@ -317,12 +318,12 @@ mod tests {
         for kind in [Kind::Float, Kind::BFloat16] {
             let numbers = MicroBatchSizes { config: config.clone(), tokens: 7, kind };
             let all = numbers.operations();
-            let names: BTreeSet<_> = all.iter().map(|one| one.name).collect();
+            let names: BTreeSet<_> = all.iter().map(|operation| operation.name).collect();
             assert_eq!(names.len(), all.len());
-            for one in &all {
+            for operation in &all {
                 for by in [Implementation::Ours, Implementation::Libtorch] {
-                    let seconds = bench.operation(&numbers, one, by);
-                    assert!(seconds.unwrap() > 0.0, "{}", one.name);
+                    let seconds = bench.operation(&numbers, operation, by);
+                    assert!(seconds.unwrap() > 0.0, "{}", operation.name);
                 }
             }
         }

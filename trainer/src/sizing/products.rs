@@ -115,8 +115,8 @@ impl List {
 
     /// A linear map of `n` rows from `inputs` to `outputs` numbers, `times` times, and both of its gradients.
     fn linear(&mut self, place: Place, [n, inputs, outputs]: [i64; 3], times: u64) {
-        let (there, count) = (self.count * times * self.forward, self.count * times);
-        self.put(place.forward, [n, inputs, outputs], there, place.wide);
+        let (forward, count) = (self.count * times * self.forward, self.count * times);
+        self.put(place.forward, [n, inputs, outputs], forward, place.wide);
         self.put(place.backward, [n, outputs, inputs], count, place.wide);
         self.put(place.backward, [outputs, n, inputs], count, place.wide);
     }

@@ -42,7 +42,8 @@ impl RankArrangement {
 pub(super) fn waits(
     PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     needs: &PhaseNeeds,
-    (own, layers): (u64, f64),
+    own: u64,
+    layers: f64,
 ) -> f64 {
     let ranks = f64::from(fleet.ranks);
     let link = |degree: u32| match degree > fleet.ranks_per_node {

@@ -131,16 +131,16 @@ fn moved(
 ) -> kernels::Result<Vec<Tensor>> {
     let (mut found, mut left) = (Vec::with_capacity(weights.len()), weights);
     for run in runs(parameters) {
-        let (own, rest) = left.split_at(run.len());
+        let (narrow, rest) = left.split_at(run.len());
         left = rest;
-        let (kind, device) = (run[0].kind(dtype), own[0].device());
-        if own[0].kind() == kind {
-            found.extend(own.iter().map(Tensor::shallow_clone));
+        let (kind, device) = (run[0].kind(dtype), narrow[0].device());
+        if narrow[0].kind() == kind {
+            found.extend(narrow.iter().map(Tensor::shallow_clone));
             continue;
         }
         let mut room = room_of_run(run, kind, device)?;
-        let mut pairs = room.iter_mut().zip(own);
-        tch::no_grad(|| pairs.try_for_each(|(room, own)| room.f_copy_(own)))?;
+        let mut pairs = room.iter_mut().zip(narrow);
+        tch::no_grad(|| pairs.try_for_each(|(room, narrow)| room.f_copy_(narrow)))?;
         found.extend(room);
     }
     Ok(found)
@@ -173,7 +173,7 @@ impl Updated {
 }
 
 impl State {
-    /// The state before the first step: sampled weights, or those of the start. Each rank fills in what it owns and
+    /// The state before the first step: sampled weights, or those of the initial model. Each rank fills in what it owns and
     /// receives the rest from the other ranks ([`crate::mesh`]).
     pub fn begin(
         spec: &RunSpec,
@@ -196,12 +196,12 @@ impl State {
         match &spec.start {
             None => drawn(spec, &state, workers)?,
             Some(start) => {
-                let mut own = BTreeMap::<usize, Vec<_>>::new();
+                let mut by_tensor = BTreeMap::<usize, Vec<_>>::new();
                 for (piece, into, _) in state.own() {
-                    own.entry(piece.tensor).or_default().push((piece, into));
+                    by_tensor.entry(piece.tensor).or_default().push((piece, into));
                 }
                 let biases = start.read(|place, weight| {
-                    own.remove(&place).unwrap_or_default().into_iter().try_for_each(
+                    by_tensor.remove(&place).unwrap_or_default().into_iter().try_for_each(
                         |(piece, mut into)| {
                             tch::no_grad(|| into.f_copy_(&piece.of(weight)))
                                 .map_err(refused)
@@ -270,11 +270,11 @@ impl State {
 
     /// All pieces with their weights: this rank's in f32, others as the model reads them.
     fn all(&self) -> impl Iterator<Item = (&ParamShard, Tensor)> {
-        let mut own = self.own();
+        let mut pieces = self.own();
         self.owners.pieces().iter().map(move |piece| {
-            let own = if piece.owner == self.owners.rank() { own.next() } else { None };
+            let pieces = if piece.owner == self.owners.rank() { pieces.next() } else { None };
             let read = || piece.of(&self.weights[piece.tensor]);
-            (piece, own.map_or_else(read, |(_, weight, _)| weight))
+            (piece, pieces.map_or_else(read, |(_, weight, _)| weight))
         })
     }
 
@@ -358,27 +358,28 @@ impl State {
 
     /// Changes the held weights to what the model reads under `dtype`, sharded by `fold`. Returns whether other ranks
     /// have to send theirs, because they were held in a narrower dtype, or not held.
-    pub(crate) fn hold_as(
+    pub(crate) fn cast_weights(
         &mut self,
         parameters: &[ParamSpec],
-        (dtype, fold): (Dtype, WeightShards),
+        dtype: Dtype,
+        fold: WeightShards,
         workers: Workers,
     ) -> Result<bool> {
         let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();
         let same = parameters.iter().zip(&self.weights).all(stays);
         if self.fold != fold || !same {
             // Whole tensors are overwritten, other ranks' pieces included.
-            self.let_go()?;
+            self.await_copies()?;
         }
         if self.fold != fold || (!same && fold.degree() > 1) {
-            self.hold_anew(parameters, dtype, fold).map_err(refused)?;
+            self.allocate_weights(parameters, dtype, fold).map_err(refused)?;
             return self.round(workers).map(|()| true);
         }
-        if same { Ok(false) } else { self.hold_in(parameters, dtype).map_err(refused) }
+        if same { Ok(false) } else { self.cast_in_place(parameters, dtype).map_err(refused) }
     }
 
     /// Allocates the weights under `fold` and copies this rank's pieces into them. Other ranks must send theirs.
-    fn hold_anew(
+    fn allocate_weights(
         &mut self,
         parameters: &[ParamSpec],
         dtype: Dtype,
@@ -414,7 +415,7 @@ impl State {
     }
 
     /// The same where all weights are whole: returns whether others have to send theirs.
-    fn hold_in(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> kernels::Result<bool> {
+    fn cast_in_place(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> kernels::Result<bool> {
         let (mut asks, mut changed) = (false, vec![false; self.weights.len()]);
         let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
         for ((parameter, weight), changed) in
@@ -445,9 +446,9 @@ impl State {
     }
 
     /// Work queued from here on may write this rank's pieces: it runs after a device's copies for a checkpoint.
-    fn let_go(&self) -> Result<()> {
+    fn await_copies(&self) -> Result<()> {
         let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
-        self.departures.hold(device).map_err(refused)
+        self.departures.order_after(device).map_err(refused)
     }
 
     /// Updates this rank's pieces by their gradients, given in the order of the pieces. The caller advances `step`.
@@ -458,7 +459,7 @@ impl State {
         at: StepScalars,
         workers: Workers,
     ) -> Result<Updated> {
-        self.let_go()?;
+        self.await_copies()?;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         for ((piece, owned), gradient) in self.owners.own().zip(&self.owned).zip(gradients) {
             let (weight, rounded) = self.moves(piece, owned);

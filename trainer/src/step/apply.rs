@@ -39,10 +39,10 @@ pub(super) fn apply(
 
 /// Makes the state hold the weights as the model reads them in `step`: an amendment may have changed their dtype, or a
 /// phase their sharding.
-pub(crate) fn hold(cx: StepContext<'_>, state: &mut State, step: u64) -> Result<()> {
+pub(crate) fn cast_weights(cx: StepContext<'_>, state: &mut State, step: u64) -> Result<()> {
     let StepContext { spec, team, workers } = cx;
     let fold = team.lines(spec.model_at(step)?.cut)?.fold(&spec.parameters);
-    match state.hold_as(&spec.parameters, (spec.dtype_at(step), fold), workers)? {
+    match state.cast_weights(&spec.parameters, spec.dtype_at(step), fold, workers)? {
         true => share::weights(team, state),
         false => Ok(()),
     }
@@ -87,10 +87,10 @@ pub(super) struct StepSums {
 pub(super) fn settle(
     cx: StepContext<'_>,
     state: &State,
-    mine: StepEnd,
+    end: StepEnd,
     moved: Option<Updated>,
 ) -> Result<(StepSums, StepEnd)> {
-    let StepEnd { asked, sent, shared, waited } = mine;
+    let StepEnd { asked, sent, shared, waited } = end;
     let mut words = WordWriter::default();
     words
         .word(asked.word())
@@ -107,7 +107,7 @@ pub(super) fn settle(
         words.float(squares);
     });
     words.sums(&sums);
-    let heard = cx.team.tell("the gathering of checksums", &words)?;
+    let heard = cx.team.all_gather("the gathering of checksums", &words)?;
     let (mut heard, mut all) = (heard.readers(), StepEnd::default());
     for heard in &mut heard {
         all.asked = all.asked.or(heard.word()?);

@@ -21,33 +21,33 @@ pub(super) struct StepFacts {
 
 /// Labels and digests of the whole step. Fails if the ranks are not at the same step.
 pub(super) fn head(cx: StepContext<'_>, lines: &PhaseMesh<'_>, batch: &Batch) -> Result<StepFacts> {
-    let mut mine = WordWriter::default();
+    let mut message = WordWriter::default();
     let pairs = model::pairs(&cx.spec.model_at(batch.step)?.config, batch);
-    mine.word(batch.step).word(batch.label_count).word(pairs).word(batch.sequences.len() as u64);
+    message.word(batch.step).word(batch.label_count).word(pairs).word(batch.sequences.len() as u64);
     batch.sequences.iter().for_each(|digest| {
-        mine.digest(*digest);
+        message.digest(*digest);
     });
-    let heard = cx.team.tell("the gathering of labels", &mine)?;
+    let gathered = cx.team.all_gather("the gathering of labels", &message)?;
     let (mut labels, mut pairs, mut sequences) = (0, 0, Vec::new());
-    for (rank, mut heard) in heard.readers().into_iter().enumerate() {
-        let step = heard.word()?;
+    for (rank, mut gathered) in gathered.readers().into_iter().enumerate() {
+        let step = gathered.word()?;
         if step != batch.step {
             return Err(Fault::bug(format!(
                 "rank {rank} is at step {step}, we are at {}",
                 batch.step
             )));
         }
-        let own = [heard.word()?, heard.word()?];
+        let own = [gathered.word()?, gathered.word()?];
         // Ranks that share micro-batches have read the same data, so only one of them counts.
         if lines.mesh.place(Axis::Sharing, rank as u32) == 0 {
             labels += own[0];
             pairs += own[1];
         }
-        let count = heard.word()?;
-        let digests = (0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?;
+        let count = gathered.word()?;
+        let digests = (0..count).map(|_| gathered.digest()).collect::<Result<Vec<_>>>()?;
         sequences
             .push(digests.chunks(batch.micro_batch as usize).map(<[Digest]>::to_vec).collect());
-        heard.end()?;
+        gathered.end()?;
     }
     let step = cx.spec.plan.step(batch.step)?;
     let micro_batches = step.batch / step.micro_batch;
@@ -71,19 +71,19 @@ pub(super) struct StepLosses {
 }
 
 /// Writes this rank's report: its micro-batches, and the router's counts over them.
-pub(super) fn write_losses(mine: &mut WordWriter, kept: &[MicroBatchSums], router: &[Vec<u64>]) {
-    mine.word(kept.len() as u64);
+pub(super) fn write_losses(message: &mut WordWriter, kept: &[MicroBatchSums], router: &[Vec<u64>]) {
+    message.word(kept.len() as u64);
     for MicroBatchSums { loss, labels, gradient, rows, token_losses: _ } in kept {
-        mine.float(*loss).word(*labels).word(*gradient).word(rows.len() as u64);
+        message.float(*loss).word(*labels).word(*gradient).word(rows.len() as u64);
         rows.iter().for_each(|(loss, labels)| {
-            mine.float(*loss).word(*labels);
+            message.float(*loss).word(*labels);
         });
     }
-    mine.word(router.len() as u64);
+    message.word(router.len() as u64);
     for counts in router {
-        mine.word(counts.len() as u64);
+        message.word(counts.len() as u64);
         counts.iter().for_each(|count| {
-            mine.word(*count);
+            message.word(*count);
         });
     }
 }

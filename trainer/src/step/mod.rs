@@ -47,7 +47,7 @@ use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 use apply::StepEnd;
-pub(crate) use apply::hold;
+pub(crate) use apply::cast_weights;
 pub(crate) use frozen::{FrozenModel, Weights};
 use micro_batch::RankMicroBatches;
 pub use micro_batch::{StagedBatch, micro_batch_alone};
@@ -169,7 +169,7 @@ pub fn advance(
     asked: impl Fn() -> Requests,
 ) -> Result<StepResult> {
     cx.team.group.reached(&format!("step {}", batch.step));
-    hold(cx, state, batch.step)?;
+    cast_weights(cx, state, batch.step)?;
     let mut gradient = compute(cx, state, batch, staged, Detail::Sums)?.read(cx, &state.owners)?;
     let stepped = complete(cx, state, &mut gradient, asked);
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
@@ -253,20 +253,21 @@ impl ComputedMicroBatches {
         let mut measured = norm::measure(cx, owners, &own)?;
         measured.put(&mut record);
         record.read().map_err(refused)?;
-        let (mut mine, mut kept, mut router) = (WordWriter::default(), Vec::new(), Vec::new());
+        let (mut message, mut kept, mut router) = (WordWriter::default(), Vec::new(), Vec::new());
         for said in said {
             let (sums, counts) = said.take(&mut record)?;
             kept.push(sums);
             facts::add_counts(&mut router, counts);
         }
-        facts::write_losses(&mut mine, &kept, &router);
-        measured.write(&mut record, &mut mine)?;
+        facts::write_losses(&mut message, &kept, &router);
+        measured.write(&mut record, &mut message)?;
         record.end().map_err(refused)?;
-        let heard = cx.team.tell("the gathering of losses", &mine)?;
-        let (mut heard, lines) = (heard.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
-        let losses = facts::losses(&lines, head.micro_batches, kept, &mut heard)?;
-        let norms = norm::norms(cx, owners, &mut heard)?;
-        heard.into_iter().try_for_each(WordReader::end)?;
+        let gathered = cx.team.all_gather("the gathering of losses", &message)?;
+        let (mut gathered, lines) =
+            (gathered.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
+        let losses = facts::losses(&lines, head.micro_batches, kept, &mut gathered)?;
+        let norms = norm::norms(cx, owners, &mut gathered)?;
+        gathered.into_iter().try_for_each(WordReader::end)?;
         let facts::StepLosses { loss, micro_batches, router } = losses;
         let facts::StepFacts { label_count, pairs, data, .. } = head;
         Ok(ReducedGradient {
@@ -303,8 +304,8 @@ pub(crate) fn complete(
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
     let sent = SentBytes { all: now.all - begun.all, between_nodes };
-    let mine = StepEnd { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
-    let (settled, StepEnd { asked, sent, shared, waited }) = apply::settle(cx, state, mine, moved)?;
+    let end = StepEnd { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
+    let (settled, StepEnd { asked, sent, shared, waited }) = apply::settle(cx, state, end, moved)?;
     let record = apply::record(cx.spec, gradient, &decided, settled)?;
     let ranks = cx.team.group.world();
     let [shared, folded] = shared;

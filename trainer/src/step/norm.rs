@@ -66,7 +66,7 @@ impl LocalNorms {
     }
 
     /// Writes the report for other ranks: for each piece its checksum and the squares of its chunks.
-    pub(super) fn write(self, record: &mut Record, mine: &mut WordWriter) -> Result<()> {
+    pub(super) fn write(self, record: &mut Record, message: &mut WordWriter) -> Result<()> {
         for chunks in self.groups {
             let all: usize = chunks.iter().sum();
             let mut read = || {
@@ -77,9 +77,9 @@ impl LocalNorms {
             let mut at = 0;
             for count in chunks {
                 let own = at..at + count;
-                mine.word(sums[own.clone()].iter().copied().fold(0, u64::wrapping_add));
+                message.word(sums[own.clone()].iter().copied().fold(0, u64::wrapping_add));
                 for square in &squares[own] {
-                    mine.word(*square);
+                    message.word(*square);
                 }
                 at += count;
             }

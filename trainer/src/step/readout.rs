@@ -87,8 +87,8 @@ impl MicroBatchReport {
 
     /// Adds its words to `record`, to be read with others.
     pub(super) fn put(&self, record: &mut Record) -> Result<()> {
-        let (_, there) = self.gradient.parts();
-        let mut words = std::iter::once(&self.words).chain(&there);
+        let (_, on_device) = self.gradient.parts();
+        let mut words = std::iter::once(&self.words).chain(&on_device);
         words.try_for_each(|words| record.put(words)).map_err(refused)
     }
 
@@ -112,8 +112,8 @@ impl MicroBatchReport {
         let rows = rows.collect::<Result<_>>()?;
         let layer = |classes: &usize| (0..*classes).map(|_| next()).collect::<Result<_>>();
         let counts = classes.iter().map(layer).collect::<Result<_>>()?;
-        let (known, there) = gradient.parts();
-        let words: usize = there.iter().map(Tensor::numel).sum();
+        let (known, on_device) = gradient.parts();
+        let words: usize = on_device.iter().map(Tensor::numel).sum();
         let gradient = (0..words).try_fold(known, |sum, _| Ok(sum.wrapping_add(next()?)))?;
         let token_losses =
             token_losses.as_ref().map(|losses| values(&losses.flatten(0, -1))).transpose()?;

@@ -21,7 +21,7 @@ use crate::support::{Scratch, stop_after, table};
 
 /// Trains `run.toml` in `out` with `world` ranks, up to `cp` of them per micro-batch, and expects the ledger of
 /// `alone`.
-fn assert_shared(scratch: &Scratch, wanted: RunOutcome, (world, cp): (u32, u32)) {
+fn assert_shared(scratch: &Scratch, wanted: RunOutcome, world: u32, cp: u32) {
     let out = format!("{world}-ranks-{cp}-share");
     for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees.cp = cp) {
         assert_eq!(outcome.unwrap(), wanted, "{out}");
@@ -37,7 +37,7 @@ fn ranks_that_share_micro_batches_write_the_ledger_of_one() {
         let scratch = cut(dtype);
         scratch.five_steps();
         let alone = scratch.train("alone");
-        degrees.into_iter().for_each(|degrees| assert_shared(&scratch, alone, degrees));
+        degrees.into_iter().for_each(|(world, cp)| assert_shared(&scratch, alone, world, cp));
     }
 }
 
@@ -51,14 +51,14 @@ fn phases_may_be_cut_otherwise() {
     ];
     scratch.edited("run.toml", &changes);
     let alone = scratch.train("alone");
-    assert_shared(&scratch, alone, (4, 4));
+    assert_shared(&scratch, alone, 4, 4);
 }
 
 /// States of linear attention are passed from chunk to chunk: one ledger for every degree, with or without
 /// recomputation.
 #[test]
 fn linear_layers_have_one_ledger_for_every_degree() {
-    for (dtype, degrees) in [("f32", (4, 4)), ("bf16", (4, 2))] {
+    for (dtype, world, cp) in [("f32", 4, 4), ("bf16", 4, 2)] {
         let scratch = cut(dtype);
         let path = scratch.path("run.toml");
         let text = std::fs::read_to_string(&path).unwrap();
@@ -67,7 +67,7 @@ fn linear_layers_have_one_ledger_for_every_degree() {
         std::fs::write(&path, hybrid).unwrap();
         scratch.five_steps();
         let alone = scratch.train("alone");
-        assert_shared(&scratch, alone, degrees);
+        assert_shared(&scratch, alone, world, cp);
         let again = |_, exec: &mut ExecOptions| {
             exec.degrees.cp = 2;
             exec.workers = Workers::new(1).keeping(ActivationCheckpointing::LayerInputs);

@@ -285,7 +285,7 @@ fn an_exploding_temperature_is_named() {
     let _ = tch::no_grad(|| state.weights[hot].shallow_clone().fill_(80.0));
     export(replayer.spec(), &state, &scratch.path("hf")).unwrap();
     import(&scratch.path("hf"), &scratch.path("start")).unwrap();
-    let path = curriculum(&scratch, &[("seed = 11", "start = \"start\"\nseed = 11")]);
+    let path = curriculum(&scratch, &[("seed = 11", "init_from = \"start\"\nseed = 11")]);
     scratch.run(&path, "hot", stop_after(5)).unwrap();
     let found = explained(&scratch, "hot", 4, 1);
     assert!(subjects(&found).contains(&Subject::Temperature), "{found}");

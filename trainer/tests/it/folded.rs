@@ -42,7 +42,8 @@ const PLAIN: Change = ("[model]\n", "[model]\nfeed_forward = [\"mlp\", \"moe\"]\
 const HYBRID: Change = ("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
 
 /// Trains `run.toml` with `world` ranks of these degrees, and expects the ledger of `alone`.
-fn assert_folded(scratch: &Scratch, wanted: RunOutcome, (world, cp, tsp): Ranks) {
+fn assert_folded(scratch: &Scratch, wanted: RunOutcome, ranks: Ranks) {
+    let (world, cp, tsp) = ranks;
     let out = format!("{world}-ranks-cp-{cp}-tsp-{tsp}");
     for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees = Degrees { cp, tsp }) {
         assert_eq!(outcome.unwrap(), wanted, "{out}");

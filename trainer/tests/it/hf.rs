@@ -37,7 +37,7 @@ fn through(scratch: &Scratch, step: u64) -> State {
 fn started(scratch: &Scratch, name: &str, start: &str) -> std::path::PathBuf {
     let (head, rest) = CURRICULUM.split_once("[model]").unwrap();
     let (_, rest) = rest.split_once("[optimizer]").unwrap();
-    scratch.write(name, &format!("start = {start:?}\n{head}[optimizer]{rest}"))
+    scratch.write(name, &format!("init_from = {start:?}\n{head}[optimizer]{rest}"))
 }
 
 fn spec(path: &Path) -> RunSpec {
@@ -95,7 +95,7 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
     for path in [started(&scratch, "next.toml", "start-5"), scratch.path("run.toml")] {
         let fault = scratch.run(&path, "next", |_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Mismatch, "{fault}");
-        assert!(fault.to_string().contains("weights at the start"), "{fault}");
+        assert!(fault.to_string().contains("set of initial weights"), "{fault}");
     }
     // Without a tokenizer the meaning of token ids is unknown.
     fs::remove_file(scratch.path("hf-6/tokenizer.json")).unwrap();
@@ -106,7 +106,7 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
     assert!(fault.to_string().contains("without a tokenizer"), "{fault}");
     // A model whose shapes do not fit the weights.
     let edit =
-        [("store =", "start = \"moved\"\nstore ="), ("hidden_size = 16", "hidden_size = 24")];
+        [("store =", "init_from = \"moved\"\nstore ="), ("hidden_size = 16", "hidden_size = 24")];
     let fault = scratch.run(&scratch.edited("other.toml", &edit), "other", |_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage);
     assert!(fault.to_string().contains("other parameters"), "{fault}");
@@ -151,7 +151,7 @@ fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
     ] {
         assert_eq!(fault.class(), Class::Data, "{fault}");
         assert!(
-            fault.to_string().contains("start-6") && fault.to_string().contains("`start`"),
+            fault.to_string().contains("start-6") && fault.to_string().contains("`init_from`"),
             "{fault}"
         );
     }

@@ -210,7 +210,7 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
     let folder = RunFolder::new(&scratch.path("run"));
     drop(
         folder
-            .open(&spec, &opened.file, &table(), (&RunLocks::default(), Duration::ZERO, false))
+            .open(&spec, &opened.file, &table(), &RunLocks::default(), Duration::ZERO, false)
             .unwrap(),
     );
     let replayer = Replayer::open(folder.root(), &table(), Device::Cpu, workers).unwrap();

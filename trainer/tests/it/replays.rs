@@ -219,13 +219,13 @@ fn several_ranks_replay_as_one_does() {
     for world in [2, 3, 5] {
         fs::remove_dir_all(scratch.path("run/replays")).unwrap();
         let answers = on_ranks(&[world], |world| {
-            let speaks = world.comm.rank() == 0;
+            let is_rank_0 = world.comm.rank() == 0;
             let mut replayer = as_rank(&scratch, "run", world, "step 9").unwrap().keeping(KEEP);
             let mut state = replayer.state_after(8).unwrap();
             let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
             let imagined = imagine(&mut replayer, 8..10, &change).unwrap();
             replayer.end().unwrap();
-            assert_eq!(replayer.speaks(), speaks);
+            assert_eq!(replayer.is_rank_0(), is_rank_0);
             (replayed, imagined)
         });
         for (rank, (found, other)) in answers.into_iter().enumerate() {

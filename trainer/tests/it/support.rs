@@ -103,7 +103,7 @@ impl Scratch {
     fn write_any_store(&self, folder: &str, names: [&str; 2], seed: u64, text: &Text) {
         let root = self.path(folder);
         let _ = fs::remove_dir_all(&root);
-        let source = |at: usize| source(&root, names[at], seed, (text, text.noise[at]));
+        let source = |at: usize| source(&root, names[at], seed, text, text.noise[at]);
         let sources = vec![source(0), source(1)];
         fs::write(root.join("tokenizer.json"), "{}").unwrap();
         let tokenizer = TokenizerRecord {
@@ -178,12 +178,11 @@ impl Text {
 }
 
 /// A source with such documents, and 9 held-out ones.
-fn source(root: &Path, name: &str, seed: u64, (text, noise): (&Text, u64)) -> SourceRecord {
+fn source(root: &Path, name: &str, seed: u64, text: &Text, noise: u64) -> SourceRecord {
     let key = Key::from_seed(seed).child(name);
-    let train = (key, text.documents, noise);
-    let train = stream(root, name, Split::Train, train, &text.planted);
-    let held = (key.child("held back"), 9, noise);
-    let validation = stream(root, name, Split::Validation, held, &BTreeMap::new());
+    let train = stream(root, name, Split::Train, key, text.documents, noise, &text.planted);
+    let (split, key) = (Split::Validation, key.child("held back"));
+    let validation = stream(root, name, split, key, 9, noise, &BTreeMap::new());
     let input = InputRecord {
         path: format!("{name}.jsonl"),
         bytes: 1,
@@ -210,7 +209,9 @@ fn stream(
     root: &Path,
     name: &str,
     split: Split,
-    (key, documents, noise): (Key, u64, u64),
+    key: Key,
+    documents: u64,
+    noise: u64,
     planted: &BTreeMap<String, Vec<u32>>,
 ) -> StreamRecord {
     let folder = part_folder(root, name, 0);

@@ -133,12 +133,7 @@ impl Study {
     }
 
     /// Runs this curriculum, and again with documents planted at some steps: their kind, and how many.
-    fn plant(
-        &mut self,
-        (kind, run): (&'static str, &str),
-        path: &Path,
-        steps: &[(u64, &str, usize)],
-    ) {
+    fn plant(&mut self, kind: &'static str, run: &str, path: &Path, steps: &[(u64, &str, usize)]) {
         let last = steps.iter().map(|(step, _, _)| *step).max().unwrap();
         let clean = format!("{run}-clean");
         self.train(path, &clean, last);
@@ -205,7 +200,7 @@ fn an_old_change_heads_no_verdict() {
     );
     let path = study.curriculum("run", 11, &[], &amended);
     let steps = [(40, "one token", 1), (43, "any tokens", 2), (46, "two tokens in turns", 1)];
-    study.plant(("documents after an old rate", "run"), &path, &steps);
+    study.plant("documents after an old rate", "run", &path, &steps);
     study.case("ordinary", "run", 38, Wanted::Nothing);
     let told = study.told();
     assert!(told.values().all(|(_, failed)| failed.is_empty()), "{told:#?}");
@@ -272,20 +267,20 @@ fn documents(study: &mut Study) {
         ("a document backwards", "back", PLANTED[3], 24),
     ] {
         let path = study.curriculum(run, seed, &[], &whole);
-        study.plant((kind, run), &path, &[50, 62, 75, 88].map(|step| (step, what, 1)));
+        study.plant(kind, run, &path, &[50, 62, 75, 88].map(|step| (step, what, 1)));
     }
     let path = study.curriculum("three", 25, &[], &whole);
     let three =
         [(50, PLANTED[0], 3), (62, PLANTED[1], 3), (75, PLANTED[3], 3), (88, PLANTED[2], 3)];
-    study.plant(("three documents", "three"), &path, &three);
+    study.plant("three documents", "three", &path, &three);
     let rate = format!("{whole}[[amendment]]\nstep = 45\noptimizer = {{ lr = 2e-2 }}\n");
     let path = study.curriculum("rate", 26, &[], &rate);
     let steps = [(60, PLANTED[1], 1), (70, PLANTED[0], 1), (80, PLANTED[2], 1)];
-    study.plant(("a document 15 steps after a rate", "rate"), &path, &steps);
+    study.plant("a document 15 steps after a rate", "rate", &path, &steps);
     let mixed = phase("one", 40, EVEN, "") + &phase("two", 70, "web = 9, math = 1", "");
     let path = study.curriculum("mix", 27, &[], &mixed);
     let steps = [(77, PLANTED[1], 1), (85, PLANTED[0], 1), (93, PLANTED[2], 1)];
-    study.plant(("a document 37 steps after a mixture", "mix"), &path, &steps);
+    study.plant("a document 37 steps after a mixture", "mix", &path, &steps);
 }
 
 /// Changes right before a step.

@@ -14,10 +14,12 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
     let Attribution { first, target, loss, predicted_step, documents, subsets, lds, lds_dot } =
         found;
     let left_out = contract::words::steps(*first, target - 1);
-    tell!("WHAT IF, not a replay: documents of step {first} left out of {left_out}");
-    tell!("target: the loss of step {target}'s batch after them, {loss:.6} with all documents");
-    tell!("step {first} as a whole is predicted to change it by {predicted_step:+.6}");
-    tell!(
+    print_line!("WHAT IF, not a replay: documents of step {first} left out of {left_out}");
+    print_line!(
+        "target: the loss of step {target}'s batch after them, {loss:.6} with all documents"
+    );
+    print_line!("step {first} as a whole is predicted to change it by {predicted_step:+.6}");
+    print_line!(
         "{:>12} {:>12} {:>12} {:>7}  source | id",
         "changes by",
         "predicted",
@@ -25,7 +27,7 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
         "labels"
     );
     for one in documents {
-        tell!(
+        print_line!(
             "{:>+12.6} {:>+12.6} {:>+12.6} {:>7}  {} | {}",
             one.actual,
             one.predicted,
@@ -36,14 +38,14 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
         );
     }
     match lds {
-        Some(lds) => tell!(
+        Some(lds) => print_line!(
             "rank correlation of change and prediction over {} subsets, each without half of them (LDS): {lds:.3}",
             subsets.len()
         ),
-        None => tell!("no rank correlation: too few subsets, or no change to rank"),
+        None => print_line!("no rank correlation: too few subsets, or no change to rank"),
     }
     if let Some(lds) = lds_dot {
-        tell!("the same of products of gradients at the state before step {first}: {lds:.3}");
+        print_line!("the same of products of gradients at the state before step {first}: {lds:.3}");
     }
     Ok(())
 }

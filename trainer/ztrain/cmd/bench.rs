@@ -101,11 +101,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .hint("ztrain bench collectives --nproc 2")
     })?;
     let World { comm: mut group, device, .. } =
-        args.ranks.world(&speed, Some(&launched), (None, &stop))?;
+        args.ranks.world(&speed, Some(&launched), None, &stop)?;
     let chosen = group.choose_transport(device, args.ranks.transport()).map_err(lost)?;
     let speaks = group.rank() == 0;
     if speaks && !args.json {
-        tell!(
+        print_line!(
             "{} ranks, libtorch over Gloo, ours by {}; size and bandwidths as rccl-tests define them",
             group.world(),
             chosen.words()
@@ -127,14 +127,14 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let uneven = uneven(&group, 10.0 * args.seconds)?;
     if speaks {
-        tell_uneven(uneven, args.json)?;
+        print_uneven(uneven, args.json)?;
     }
     group.barrier("the end").map_err(lost)?;
     if let (true, Some(drawing)) = (speaks, &drawing) {
         drawing.put(&plot(&all, group.world()))?;
     }
     if let (true, Some(cluster)) = (speaks, cluster) {
-        keep(cluster, &all, uneven, (group.world(), device))?;
+        keep(cluster, &all, uneven, group.world(), device)?;
     }
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
 }
@@ -144,7 +144,8 @@ fn keep(
     cluster: ClusterFile,
     all: &[CollectiveTiming],
     uneven: f64,
-    (world, device): (u32, Device),
+    world: u32,
+    device: Device,
 ) -> Result<()> {
     let (latency_s, bytes_per_s) = link(all);
     cluster.put(|described| {
@@ -168,11 +169,11 @@ fn link(all: &[CollectiveTiming]) -> (f64, f64) {
     (if least.is_finite() { least } else { 0.0 }, most)
 }
 
-fn tell_uneven(uneven: f64, json: bool) -> Result<()> {
+fn print_uneven(uneven: f64, json: bool) -> Result<()> {
     if json {
         return print_raw(&format!("{}\n", serde_json::json!({ "uneven": uneven })));
     }
-    tell!(
+    print_line!(
         "where all ranks compute the same, a rank waits for the slowest {:.1} % of the time that it computes",
         100.0 * uneven
     );
@@ -180,7 +181,7 @@ fn tell_uneven(uneven: f64, json: bool) -> Result<()> {
 }
 
 fn head() -> Result<()> {
-    tell!(
+    print_line!(
         "{:>12} {:>15} {:>11} {:>7} {:>12} {:>11} {:>11} {:>6}",
         "bytes",
         "collective",
@@ -199,7 +200,7 @@ fn print(found: &CollectiveTiming, json: bool) -> Result<()> {
         return print_raw(&format!("{}\n", serde_json::json!(found)));
     }
     let CollectiveTiming { collective, by, bytes, rounds, microseconds, wrong, .. } = found;
-    tell!(
+    print_line!(
         "{bytes:>12} {collective:>15} {by:>11} {rounds:>7} {microseconds:>12.1} {:>11.4} {:>11.4} {wrong:>6}",
         found.algorithm_gb_per_s,
         found.bus_gb_per_s

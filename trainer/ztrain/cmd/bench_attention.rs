@@ -8,12 +8,14 @@ use trainer::sizing::attention::{AttentionRates, AttentionTiming};
 use trainer::sizing::machine::BenchOptions;
 
 /// Measures documents of several lengths up to `most`, or the tokens of the model's micro-batch, with the heads of a
-/// model, and tells a line of each. Answers with operations, and those in a second, forward and backward, as training
+/// model, and prints a line for each. Answers with operations, and those in a second, forward and backward, as training
 /// computes them.
-pub(super) fn tell(
+pub(super) fn run(
     bench: BenchOptions,
-    (dtype, kind): (&'static str, Kind),
-    (most, model): (Option<i64>, Option<&(ZayaConfig, i64)>),
+    dtype: &'static str,
+    kind: Kind,
+    most: Option<i64>,
+    model: Option<&(ZayaConfig, i64)>,
     json: bool,
 ) -> Result<Vec<[f64; 3]>> {
     let (heads, usual) = match (model, bench.device) {
@@ -28,8 +30,8 @@ pub(super) fn tell(
     for tokens in [most / 64, most / 16, most / 4, most].into_iter().filter(|tokens| *tokens > 0) {
         let measured = bench.attention(tokens, heads, kind)?;
         match json {
-            true => tell_json(&measured, (dtype, tokens, heads))?,
-            false => tell_row(&measured, (dtype, tokens, heads))?,
+            true => print_json(&measured, dtype, tokens, heads)?,
+            false => print_row(&measured, dtype, tokens, heads)?,
         }
         let AttentionRates { forward, backward } = measured.trained;
         found.push([measured.operations, forward, backward]);
@@ -37,10 +39,7 @@ pub(super) fn tell(
     Ok(found)
 }
 
-fn tell_json(
-    measured: &AttentionTiming,
-    (dtype, tokens, heads): (&str, i64, [i64; 3]),
-) -> Result<()> {
+fn print_json(measured: &AttentionTiming, dtype: &str, tokens: i64, heads: [i64; 3]) -> Result<()> {
     let AttentionTiming { operations, trained: AttentionRates { forward, backward }, others } =
         measured;
     let mut row = serde_json::json!({
@@ -53,15 +52,12 @@ fn tell_json(
     print_raw(&format!("{row}\n"))
 }
 
-fn tell_row(
-    measured: &AttentionTiming,
-    (dtype, tokens, heads): (&str, i64, [i64; 3]),
-) -> Result<()> {
+fn print_row(measured: &AttentionTiming, dtype: &str, tokens: i64, heads: [i64; 3]) -> Result<()> {
     let said = |AttentionRates { forward, backward }: &AttentionRates| {
         format!("{:.1} GF/s forward, {:.1} backward", forward / 1e9, backward / 1e9)
     };
     let others = measured.others.iter().map(|(name, rates)| format!("; {name} {}", said(rates)));
-    tell!(
+    print_line!(
         "attention, {dtype}, {tokens} tokens, {} heads of {}: {}{}",
         heads[0],
         heads[2],

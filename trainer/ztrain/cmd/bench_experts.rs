@@ -28,11 +28,13 @@ struct Row {
     of_best: f64,
 }
 
-/// Measures those of a model, and tells a line of each.
-pub(super) fn tell(
+/// Measures those of a model, and prints a line for each.
+pub(super) fn run(
     bench: BenchOptions,
-    (config, tokens): (&ZayaConfig, i64),
-    (dtype, kind): (&'static str, Kind),
+    config: &ZayaConfig,
+    tokens: i64,
+    dtype: &'static str,
+    kind: Kind,
     json: bool,
 ) -> Result<()> {
     for ModelMatmul { name, shape, together, .. } in shapes::of_model(config, tokens) {
@@ -58,21 +60,21 @@ pub(super) fn tell(
             };
             match json {
                 true => print_raw(&format!("{}\n", serde_json::json!(row)))?,
-                false => tell_row(&row)?,
+                false => print_row(&row)?,
             }
         }
     }
     Ok(())
 }
 
-fn tell_row(row: &Row) -> Result<()> {
+fn print_row(row: &Row) -> Result<()> {
     let MatmulShape { rows, inner, columns } = row.shape;
     let rate = |rate: f64| format!("{:.1}", rate / 1e9);
     let ways = row
         .rates
         .alternatives()
         .map(|(name, of)| format!("{name} {}", of.map_or_else(|| "-".to_owned(), rate)));
-    tell!(
+    print_line!(
         "{} experts, {}, {}, {}: {rows} x {inner} x {columns}, GF/s: {}; of the fastest {:.2}",
         row.count,
         row.experts,

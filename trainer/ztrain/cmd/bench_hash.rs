@@ -7,8 +7,8 @@ use trainer::model::ZayaConfig;
 use trainer::sizing::repeat::{RepeatOptions, Repeated};
 use trainer::sizing::shapes::MatmulShape;
 
-/// Computes each again and again, and tells a line of each. 4 where one has several outcomes.
-pub(super) fn tell(
+/// Computes each again and again, and prints a line for each. 4 where one has several outcomes.
+pub(super) fn run(
     by: RepeatOptions,
     config: &ZayaConfig,
     tokens: i64,
@@ -21,17 +21,17 @@ pub(super) fn tell(
             several |= row.outcomes > 1;
             match json {
                 true => print_raw(&format!("{}\n", serde_json::json!(row)))?,
-                false => tell_row(&row)?,
+                false => print_row(&row)?,
             }
         }
     }
     Ok(if several { 4 } else { 0 })
 }
 
-fn tell_row(row: &Repeated) -> Result<()> {
+fn print_row(row: &Repeated) -> Result<()> {
     let Repeated { name, way, dtype, shape, by, times, outcomes, digest } = row;
     let MatmulShape { rows, inner, columns } = shape;
-    tell!(
+    print_line!(
         "{outcomes:>4} of {times} {dtype:>5} {:>24}  {digest}  {name}, {way}, {by}",
         format!("{rows} x {inner} x {columns}")
     );

@@ -63,7 +63,7 @@ struct ClusterOut {
 /// Arguments of `kernels`.
 #[derive(clap::Args)]
 pub(crate) struct KernelArgs {
-    /// Take the sizes of this curriculum's model in its first phase; described stores are enough [default: zaya1-nano
+    /// Take the sizes of this curriculum's model in its first phase; store stubs are enough [default: zaya1-nano
     /// on a CPU, zaya1-8b on a GPU].
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
@@ -80,7 +80,7 @@ pub(crate) struct KernelArgs {
 #[derive(clap::Args)]
 pub(crate) struct GemmArgs {
     /// Also measure the shapes of this curriculum's model in its first phase, and on a device the products of its
-    /// experts each way that they could be computed; described stores are enough.
+    /// experts each way that they could be computed; store stubs are enough.
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
     /// Rows of the left operand: tokens of a micro-batch [default: 64,256,1024 on a CPU, 512,2048,8192 on a GPU].
@@ -252,7 +252,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
         let kinds = args.formats.dtype.iter().map(|format| format.kind());
         let by = RepeatOptions { ops: bench.workers.ops(), device, times };
         let (config, tokens) = (&model.0, args.tokens.unwrap_or(model.1));
-        return bench_hash::tell(by, config, tokens, kinds, args.common.json);
+        return bench_hash::run(by, config, tokens, kinds, args.common.json);
     }
     let or = |given: &[i64], cpu: &[i64], gpu: &[i64]| match (given, device) {
         ([], Device::Cpu) => cpu.to_vec(),
@@ -270,7 +270,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     let mut gemm = MatmulRates::default();
     for format in &args.formats.dtype {
         let own = products(bench, *format, &all)?;
-        tell_products(&own, &args.common)?;
+        print_matmuls(&own, &args.common)?;
         let points = own.iter().filter(|row| row.aligned || row.name != "width less 1");
         let curve = Curve::of(points.map(|row| [row.operations, row.ours]).collect());
         match format {
@@ -280,15 +280,14 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
         found.extend(own);
         // On a processor experts are a loop, whose products stand above.
         if let (Some((config, tokens)), true) = (&model, device != Device::Cpu) {
-            let kind = (format.name(), format.kind());
-            bench_experts::tell(bench, (config, *tokens), kind, args.common.json)?;
+            let (dtype, kind, json) = (format.name(), format.kind(), args.common.json);
+            bench_experts::run(bench, config, *tokens, dtype, kind, json)?;
         }
     }
     // Of f32 operands by itself where bf16 ones were measured too.
     for format in args.formats.dtype.iter().rev() {
-        let kind = (format.name(), format.kind());
-        let found =
-            bench_attention::tell(bench, kind, (args.tokens, model.as_ref()), args.common.json)?;
+        let (dtype, kind, json) = (format.name(), format.kind(), args.common.json);
+        let found = bench_attention::run(bench, dtype, kind, args.tokens, model.as_ref(), json)?;
         let curve =
             |which: usize| Some(Curve::of(found.iter().map(|it| [it[0], it[which]]).collect()));
         match args.formats.dtype.contains(&Format::Bf16) && *format == Format::F32 {
@@ -345,13 +344,13 @@ fn products(
     Ok(found)
 }
 
-fn tell_products(found: &[Product], common: &MeasureArgs) -> Result<()> {
+fn print_matmuls(found: &[Product], common: &MeasureArgs) -> Result<()> {
     if common.json {
         return found
             .iter()
             .try_for_each(|row| print_raw(&format!("{}\n", serde_json::json!(row))));
     }
-    tell!(
+    print_line!(
         "{:>22} {:>5} {:>24} {:>9} {:>11} {:>11} {:>8}  rule",
         "product",
         "",
@@ -364,7 +363,7 @@ fn tell_products(found: &[Product], common: &MeasureArgs) -> Result<()> {
     for Product { name, dtype, shape, operations, ours, libtorch, of_peak, aligned } in found {
         let MatmulShape { rows, inner, columns } = shape;
         let rule = if *aligned { "" } else { "not multiples of 64" };
-        tell!(
+        print_line!(
             "{name:>22} {dtype:>5} {:>24} {:>9.1} {:>11.1} {:>11.1} {:>7.0}%  {rule}",
             format!("{rows} x {inner} x {columns}"),
             operations / 1e6,
@@ -389,7 +388,7 @@ fn newton_schulz(bench: BenchOptions, widths: &[i64], common: &MeasureArgs) -> R
                 });
                 print_raw(&format!("{row}\n"))?;
             }
-            false => tell!("Newton-Schulz, {rows} x {columns}: {:.1} GF/s", rate / 1e9),
+            false => print_line!("Newton-Schulz, {rows} x {columns}: {:.1} GF/s", rate / 1e9),
         }
         found.push([operations, rate]);
     }
@@ -434,7 +433,7 @@ pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
     let (bench, _, results) = args.common.start(args.out.out.as_deref())?;
     if !args.common.json {
         let head = PASSES.map(|pass| format!("{:>14}", pass.name()));
-        tell!("{:>12}{}  (GB/s of a worker, read and written)", "bytes", head.concat());
+        print_line!("{:>12}{}  (GB/s of a worker, read and written)", "bytes", head.concat());
     }
     let mut found: Vec<Vec<Bandwidth>> = PASSES.map(|_| Vec::new()).into();
     let mut bytes = from.max(1 << 10);
@@ -453,7 +452,7 @@ pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
         if !args.common.json {
             let last = found.iter().filter_map(|rows| rows.last());
             let cells = last.map(|row| format!("{:>14.2}", row.bytes_per_s / 1e9));
-            tell!("{bytes:>12}{}", cells.collect::<String>());
+            print_line!("{bytes:>12}{}", cells.collect::<String>());
         }
         bytes *= 4;
     }
@@ -504,7 +503,7 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
     if !args.common.json {
         let names = ["MB", "ours us", "torch us", "ours GB/s", "torch GB/s", "times as fast"];
         let head = names.map(|name| format!("{name:>14}"));
-        tell!("{:>26} {:>5}{}  ({tokens} tokens)", "operation", "", head.concat());
+        print_line!("{:>26} {:>5}{}  ({tokens} tokens)", "operation", "", head.concat());
     }
     let mut found = Vec::new();
     for format in &args.formats.dtype {
@@ -523,7 +522,7 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
                 ours: bench.operation(&numbers, &of, Implementation::Ours)?,
                 libtorch: bench.operation(&numbers, &of, Implementation::Libtorch)?,
             };
-            tell_kernel(&row, &args.common)?;
+            print_kernel(&row, &args.common)?;
             found.push(row);
         }
     }
@@ -547,7 +546,7 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
     Ok(0)
 }
 
-fn tell_kernel(row: &Timed, common: &MeasureArgs) -> Result<()> {
+fn print_kernel(row: &Timed, common: &MeasureArgs) -> Result<()> {
     if common.json {
         return print_raw(&format!("{}\n", serde_json::json!(row)));
     }
@@ -562,6 +561,6 @@ fn tell_kernel(row: &Timed, common: &MeasureArgs) -> Result<()> {
         libtorch / ours,
     ];
     let cells = cells.map(|cell| format!("{cell:>14.2}"));
-    tell!("{operation:>26} {dtype:>5}{}", cells.concat());
+    print_line!("{operation:>26} {dtype:>5}{}", cells.concat());
     Ok(())
 }

@@ -56,7 +56,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     trace.map_or(Ok(()), free)?;
     kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;
-    let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &Arc::default()))?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), None, &Arc::default())?;
     let spec = RunSpec::new(&OpenedCurriculum::open(&args.curriculum)?)?;
     trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.degrees())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
@@ -97,7 +97,7 @@ fn free(path: &Path) -> Result<()> {
 fn print_table(table: &StepTable) -> Result<()> {
     let steps = table.steps as f64;
     let all = table.seconds * table.workers as f64;
-    tell!(
+    print_line!(
         "{} of {} tokens on {} of {}: {:.3} s a step ({:.3} the median one), {:.0} tokens/s",
         counted(table.steps, "step"),
         table.tokens / table.steps,
@@ -107,7 +107,7 @@ fn print_table(table: &StepTable) -> Result<()> {
         table.median_seconds(),
         table.rate()
     );
-    tell!(
+    print_line!(
         "{:>10} {:>10} {:>7}  part (worker time of a step, of rank 0; its mean and its median)",
         "ms",
         "median",
@@ -116,7 +116,7 @@ fn print_table(table: &StepTable) -> Result<()> {
     let milliseconds = |seconds: f64| format!("{:.2}", 1e3 * seconds);
     let line = |name: &str, seconds: f64, median: &str| -> Result<()> {
         let (time, share) = (milliseconds(seconds / steps), 100.0 * seconds / all);
-        tell!("{time:>10} {median:>10} {share:>6.1}%  {name}");
+        print_line!("{time:>10} {median:>10} {share:>6.1}%  {name}");
         Ok(())
     };
     for (index, (name, seconds)) in table.parts.iter().enumerate().skip(1) {
@@ -127,13 +127,13 @@ fn print_table(table: &StepTable) -> Result<()> {
     line("nothing to do, or in no part", table.idle, "")?;
     if let Some((name, seconds)) = table.parts.first() {
         let (mean, median) = (milliseconds(seconds / steps), milliseconds(table.median_of(0)));
-        tell!("{mean:>10} {median:>10} {:>7}  {name} (beside the step before)", "");
+        print_line!("{mean:>10} {median:>10} {:>7}  {name} (beside the step before)", "");
     }
-    tell!(
+    print_line!(
         "exactness: {:.1}% of a step (checksums of micro-batches, of the sum with its norm; the state's are the optimizer's)",
         100.0 * table.exactness / all
     );
-    tell!(
+    print_line!(
         "model: {:.2} GFLOP a step, {:.1} GFLOP/s; {} products here: {:.1} GFLOP/s; utilisation {:.1}%",
         table.model_flops / steps / 1e9,
         table.model_flops / table.seconds / 1e9,
@@ -147,7 +147,7 @@ fn print_table(table: &StepTable) -> Result<()> {
 /// Where the time of the traced step went.
 fn print_trace(trace: &Trace) -> Result<()> {
     let Trace { on_device, seconds, busy, top, parts, exactness } = trace;
-    tell!(
+    print_line!(
         "a traced step of {:.2} ms: {:.2} ms of {}, {:.2} ms of it only check bits",
         1e3 * seconds,
         1e3 * busy,
@@ -155,10 +155,10 @@ fn print_trace(trace: &Trace) -> Result<()> {
         1e3 * exactness
     );
     for (heading, shares) in [("part", parts), ("of most time", top)] {
-        tell!("{:>10} {:>7} {:>7}  {heading}", "ms", "share", "calls");
+        print_line!("{:>10} {:>7} {:>7}  {heading}", "ms", "share", "calls");
         for TimeShare { name, seconds, calls } in shares {
             let share = 100.0 * seconds / busy.max(f64::MIN_POSITIVE);
-            tell!("{:>10.3} {share:>6.1}% {calls:>7}  {name}", 1e3 * seconds);
+            print_line!("{:>10.3} {share:>6.1}% {calls:>7}  {name}", 1e3 * seconds);
         }
     }
     Ok(())
@@ -168,14 +168,14 @@ fn print_trace(trace: &Trace) -> Result<()> {
 fn print_ranks(table: &StepTable) -> Result<()> {
     let mega = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     if table.uneven > 0.0 {
-        tell!(
+        print_line!(
             "attention of these documents: the rank with most has {:.1} % more than the mean of those that share a micro-batch",
             100.0 * table.uneven
         );
     }
     if let Some(ExchangedBytes { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged
     {
-        tell!(
+        print_line!(
             "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting after the last micro-batch",
             mega(bytes / table.steps),
             mega(bytes_between_nodes / table.steps),
@@ -200,7 +200,7 @@ fn print_ranks(table: &StepTable) -> Result<()> {
         format!("{name:>5}{}", cells.concat())
     };
     let head = row("MiB", names.iter().map(|name| (*name).to_owned()).collect());
-    tell!(
+    print_line!(
         "{head}  (tensors: the most that were alive; resident: the most, less what the program took before)"
     );
     for RankMemory { rank, formula, before, most, tensors, .. } in &table.memory {
@@ -220,11 +220,11 @@ fn print_ranks(table: &StepTable) -> Result<()> {
         let measured = most.saturating_sub(*before);
         let cells =
             parts.into_iter().chain([*tensors, measured]).map(|part| format!("{:.1}", mega(part)));
-        tell!("{}", row(&format!("r{rank}"), cells.collect()));
+        print_line!("{}", row(&format!("r{rank}"), cells.collect()));
     }
     for RankMemory { rank, on_device, .. } in &table.memory {
         if *on_device > 0 {
-            tell!("r{rank}: {:.1} MiB of tensors on its device at most", mega(*on_device));
+            print_line!("r{rank}: {:.1} MiB of tensors on its device at most", mega(*on_device));
         }
     }
     Ok(())

@@ -44,9 +44,9 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if args.json {
         print_raw(&format!("{}\n", answer.to_json()))?;
     } else {
-        tell!("{answer}");
+        print_line!("{answer}");
         if let Some(drawing) = &drawing {
-            tell!("both curves: {}", drawing.path().display());
+            print_line!("both curves: {}", drawing.path().display());
         }
     }
     Ok(if matches!(answer, Comparison { difference: None, .. }) {

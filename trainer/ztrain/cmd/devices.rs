@@ -50,7 +50,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     for row in &rows {
         match args.json {
             true => print_raw(&format!("{}\n", serde_json::json!(row)))?,
-            false => tell!("{}", row.text()),
+            false => print_line!("{}", row.text()),
         }
     }
     let none = match &gpus {
@@ -63,7 +63,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     // Not with JSON: this is for people.
     match args.json {
         true => say(format_args!("no GPU: {none}")),
-        false => tell!("no GPU: {none}"),
+        false => print_line!("no GPU: {none}"),
     }
     Ok(0)
 }

@@ -25,8 +25,9 @@ impl Drawing {
     /// The place that `flag` names: a new file in an existing folder, or a page or plot, which is replaced. Any other
     /// file is refused: it may be a ledger.
     pub(crate) fn at(flag: &'static str, path: &Path) -> Result<Drawing> {
-        let there = fs::metadata(path).is_ok_and(|there| there.is_file() && there.len() > 0);
-        if there && !is_ours(path).map_err(|error| Fault::io("read", path, &error))? {
+        let has_text =
+            fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.len() > 0);
+        if has_text && !is_ours(path).map_err(|error| Fault::io("read", path, &error))? {
             return Err(Fault::usage(
                 "this file is neither a page nor a plot: writing here would lose it",
             )

@@ -55,12 +55,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         amend: args.amend.as_deref(),
     };
     let forked = fork(&request, &table)?;
-    told(&args, &forked)
+    print_forked(&args, &forked)
         .map_err(|fault| fault.after(format_args!("{} is made", args.out.display())))
 }
 
 /// Says what was made.
-fn told(args: &Args, forked: &Forked) -> Result<u8> {
+fn print_forked(args: &Args, forked: &Forked) -> Result<u8> {
     let (out, curriculum) = (shell::path(&args.out), shell::path(&args.out.join("run.toml")));
     let next = format!("ztrain --curriculum {curriculum} --out {out}");
     if args.json {
@@ -70,23 +70,27 @@ fn told(args: &Args, forked: &Forked) -> Result<u8> {
         return Ok(0);
     }
     let (step, from) = (forked.step, forked.checkpoints.last().copied().unwrap_or(0));
-    tell!("{} shares the steps of {} up to {step}", args.out.display(), args.run.path().display());
+    print_line!(
+        "{} shares the steps of {} up to {step}",
+        args.out.display(),
+        args.run.path().display()
+    );
     let shared: Vec<String> = forked.checkpoints.iter().map(|at| format!("step-{at}")).collect();
-    tell!(
+    print_line!(
         "  checkpoints: {}",
         if shared.is_empty() { "none".to_owned() } else { shared.join(", ") }
     );
     if from < step {
         let again = words::steps(from + 1, step);
-        tell!("  {again} will be computed again, and held against the ledger");
+        print_line!("  {again} will be computed again, and held against the ledger");
     }
     match forked.changes.is_empty() {
-        true => tell!("  nothing is changed: amend {curriculum} from step {} on", step + 1),
+        true => print_line!("  nothing is changed: amend {curriculum} from step {} on", step + 1),
         false => forked.changes.iter().try_for_each(|change| {
-            tell!("  {}", name(change));
+            print_line!("  {}", name(change));
             Ok::<(), contract::Fault>(())
         })?,
     }
-    tell!("to go on:\n  {next}");
+    print_line!("to go on:\n  {next}");
     Ok(0)
 }

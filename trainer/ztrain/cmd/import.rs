@@ -8,14 +8,14 @@ use trainer::hf::import::import;
 /// Arguments.
 #[derive(clap::Args)]
 #[command(
-    after_help = "A curriculum begins with it by `start = \"START\"`; its [model] may then stay empty."
+    after_help = "A curriculum begins with it by `init_from = \"FOLDER\"`; its [model] may then stay empty."
 )]
 pub(crate) struct Args {
     /// A folder in the layout of transformers' zaya, or of Zyphra's first releases.
     #[arg(value_name = "HF_DIR", value_parser = super::local("copy the folder here first"))]
     source: PathBuf,
-    /// The start to make.
-    #[arg(long, value_name = "START", value_parser = super::local("a start is read from this machine: name a folder"))]
+    /// The folder to make.
+    #[arg(long, value_name = "FOLDER", value_parser = super::local("initial weights are read from this machine: name a folder"))]
     out: PathBuf,
     /// Print JSON.
     #[arg(long)]
@@ -33,7 +33,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let out = args.out.display().to_string();
     let answer = serde_json::json!({
         "tensors": tensors, "layout": layout, "skip": skip, "content": content.to_string(),
-        "start": out, "notes": imported.notes,
+        "init_from": out, "notes": imported.notes,
     });
     terminal::answer(args.json, &answer, || {
         let tensors = counted(tensors, "tensor");

@@ -134,7 +134,7 @@ pub(crate) fn advised(mut refusal: clap::Error) -> clap::Error {
 
 /// Flags that only decide speed and place; no value of them can change a bit.
 #[derive(clap::Args)]
-#[command(next_help_heading = "Speed and place (never bits)")]
+#[command(next_help_heading = "Device")]
 pub(crate) struct Speed {
     /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device_name)]
@@ -150,10 +150,10 @@ pub(crate) struct Speed {
     #[arg(long)]
     pub(crate) recompute: bool,
     /// Threads that read batches.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 1, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub(crate) loader_threads: usize,
     /// Batches that wait to be trained on.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=65_536))]
+    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=65_536))]
     pub(crate) prefetch: usize,
 }
 
@@ -267,22 +267,22 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
     let heard: [Arc<AtomicBool>; SIGNALS.len()] = Default::default();
     let second = |signal, heard| flag::register_conditional_shutdown(signal, 130, heard);
     let listens = |place: usize| {
-        let (signal, own) = (SIGNALS[place], &heard[place]);
-        second(signal, Arc::clone(own))?;
-        flag::register(signal, Arc::clone(own))?;
+        let (signal, flag_of_signal) = (SIGNALS[place], &heard[place]);
+        second(signal, Arc::clone(flag_of_signal))?;
+        flag::register(signal, Arc::clone(flag_of_signal))?;
         // Two signals may interrupt each other: each says that it is there before it looks for another, so one finds
         // the other.
-        for other in heard.iter().filter(|other| !Arc::ptr_eq(own, other)) {
+        for other in heard.iter().filter(|other| !Arc::ptr_eq(flag_of_signal, other)) {
             second(signal, Arc::clone(other))?;
         }
         flag::register(signal, Arc::clone(stop))
     };
     for place in (0..SIGNALS.len()).filter(|place| !is_ignored(SIGNALS[*place])) {
-        let cannot = |error: io::Error| deaf(&error);
+        let cannot = |error: io::Error| cannot_listen(&error);
         listens(place).map_err(cannot)?;
     }
     // Those too that came before.
-    signals::hear();
+    signals::unblock();
     Ok(())
 }
 
@@ -299,7 +299,7 @@ impl SignalRequests {
     /// Listens as [`listen`] does; to SIGUSR1 and SIGUSR2 besides, which Slurm sends a while before it ends a job: the
     /// first has the state kept, the second is a request to stop that no other one waits for.
     pub(crate) fn listen(&self) -> Result<()> {
-        let cannot = |error: io::Error| deaf(&error);
+        let cannot = |error: io::Error| cannot_listen(&error);
         flag::register(SIGUSR1, Arc::clone(&self.keep)).map_err(cannot)?;
         flag::register(SIGUSR2, Arc::clone(&self.stop)).map_err(cannot)?;
         listen(&self.stop)
@@ -315,13 +315,13 @@ impl SignalRequests {
         const OTHERS: &str = "SIGUSR1 is not handed on to the ranks of another launcher: send it to them, as Slurm does";
         let stops = [SIGTERM, SIGINT, SIGHUP, SIGUSR2];
         let before = self.stop.load(Ordering::Relaxed);
-        let mut told = before;
+        let mut answered = before;
         if before {
             contract::note!("{STOP}");
         }
         let stops = stops.into_iter().filter(|signal| !is_ignored(*signal));
         on_signals(stops, None, move || {
-            if !std::mem::replace(&mut told, true) {
+            if !std::mem::replace(&mut answered, true) {
                 contract::note!("{STOP}");
             }
         })?;
@@ -350,7 +350,7 @@ pub(crate) enum StartupStage {
 const LOOK: Duration = Duration::from_millis(50);
 
 /// The fault of a process that cannot hear a signal.
-fn deaf(error: &io::Error) -> Fault {
+fn cannot_listen(error: &io::Error) -> Fault {
     Fault::machine(format!("cannot listen to signals: {error}")).hint(more_of(error))
 }
 
@@ -360,7 +360,7 @@ fn on_signals(
     early: Option<&AtomicBool>,
     mut act: impl FnMut() + Send + 'static,
 ) -> Result<()> {
-    let cannot = |error: io::Error| deaf(&error);
+    let cannot = |error: io::Error| cannot_listen(&error);
     let (mut heard, comes) = UnixStream::pair().map_err(cannot)?;
     for signal in signals {
         let comes = comes.try_clone().map_err(cannot)?;
@@ -383,13 +383,13 @@ fn on_signals(
 /// Hands SIGUSR1 on to the processes of this program that this one has started; whether there is one. One that has only
 /// begun keeps it until it listens.
 fn hand_on() -> bool {
-    let own = std::fs::read_link("/proc/self/exe").ok();
+    let program = std::fs::read_link("/proc/self/exe").ok();
     let parent = format!("PPid:\t{}\n", std::process::id());
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let mut any = false;
     for process in all.map(|entry| entry.path()) {
         let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
-        if status.contains(&parent) && std::fs::read_link(process.join("exe")).ok() == own {
+        if status.contains(&parent) && std::fs::read_link(process.join("exe")).ok() == program {
             let id = process.file_name().unwrap_or_default();
             let sent = Command::new("kill").arg("-USR1").arg(id).stderr(Stdio::null()).status();
             // One that has ended meanwhile has nothing to keep.

@@ -20,7 +20,7 @@ use super::ranks::GradReduceName;
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// What to train; a described store is enough. Nothing is written.
+    /// What to train; a store stub is enough. Nothing is written.
     #[arg(value_name = "CURRICULUM", value_parser = super::place())]
     curriculum: Location,
     /// How many ranks train it [default: the cluster's, or 1].
@@ -86,25 +86,25 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     trainer::refuse_unshared(&spec, fleet.ranks, fleet.degrees)?;
     let mut needs = needs(&spec, &fleet)?;
     needs.without_labels = steps_without_labels(&opened)?;
-    let told = match &cluster {
+    let estimate = match &cluster {
         Some(cluster) => {
             needs.place_on(&cluster.name, cluster.memory_bytes);
             let setting = PlannedRun { spec: &spec, cluster, fleet: &fleet };
-            Some(plan_cluster::told(&args.on, setting, &needs)?)
+            Some(plan_cluster::estimate(&args.on, setting, &needs)?)
         }
         None => None,
     };
-    match (args.json, told) {
+    match (args.json, estimate) {
         (true, None) => terminal::print_raw(&format!("{}\n", serde_json::json!(needs)))?,
-        (true, Some(told)) => {
-            let both = serde_json::json!({ "needs": needs, "sizing": told });
+        (true, Some(estimate)) => {
+            let both = serde_json::json!({ "needs": needs, "sizing": estimate });
             terminal::print_raw(&format!("{both}\n"))?;
         }
-        (false, told) => {
+        (false, estimate) => {
             // With a cluster this is among what to change.
             let notes = || trainer::idle_ranks(&spec, fleet.ranks, fleet.degrees).join("\n") + "\n";
-            let told = told.map_or_else(notes, |told| told.text());
-            terminal::print(&(text(&needs, &fleet) + told.trim_start_matches('\n')))?;
+            let estimate = estimate.map_or_else(notes, |estimate| estimate.text());
+            terminal::print(&(text(&needs, &fleet) + estimate.trim_start_matches('\n')))?;
         }
     }
     Ok(0)

@@ -67,7 +67,7 @@ struct SimulatedRun {
 }
 
 /// Works it out.
-pub(super) fn told(
+pub(super) fn estimate(
     args: &ClusterArgs,
     setting: PlannedRun<'_>,
     needs: &RunNeeds,

@@ -14,13 +14,13 @@ use super::Speed;
 
 /// Flags about ranks.
 #[derive(clap::Args)]
-#[command(next_help_heading = "Ranks (never bits)")]
+#[command(next_help_heading = "Parallelism")]
 pub(crate) struct Ranks {
     /// Compute with so many processes on this machine; under torchrun, srun or mpirun the environment decides.
     #[arg(long, value_name = "N", value_parser = processes, allow_negative_numbers = true)]
     nproc: Option<u32>,
     /// How long a rank waits for another before it names it and stops.
-    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience, help_heading = "Faults and supervision")]
     rank_timeout: Duration,
     /// How gradients are reduced: whole, after a rank has added all its micro-batches (fewest bytes), or in buckets
     /// that are sent as soon as each micro-batch is computed (least memory).
@@ -159,7 +159,8 @@ impl Ranks {
         &self,
         speed: &Speed,
         launched: Option<&LaunchedRank>,
-        (min_ranks, stop): (Option<u32>, &Arc<AtomicBool>),
+        min_ranks: Option<u32>,
+        stop: &Arc<AtomicBool>,
     ) -> Result<World> {
         let ((device, runtime), patience) = (speed.start(launched)?, self.rank_timeout);
         Ok(match (launched, min_ranks) {

@@ -110,7 +110,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let launched = args.ranks.launched()?;
     let stop = Arc::default();
-    let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &stop))?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), None, &stop)?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     meet(&mut world, args.ranks.transport())
         .inspect_err(|fault| world.comm.report(&fault.to_string()))?;
@@ -118,7 +118,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let outcome = opened(&args, &world, workers).and_then(|mut replayer| {
         let code = answer(&args, &mut replayer)?;
         // Rank 0 says what came out, and ends with it.
-        replayer.end().map(|()| if replayer.speaks() { code } else { 0 })
+        replayer.end().map(|()| if replayer.is_rank_0() { code } else { 0 })
     });
     // The others would only see a connection close.
     let outcome = outcome.inspect_err(|fault| world.comm.report(&fault.to_string()));
@@ -153,7 +153,7 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
 /// Answers what was asked; the exit code.
 fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
     let (steps, change) = (steps(args), args.changes.change());
-    if let (Some(kernels), true) = (&replayer.kernels, replayer.speaks()) {
+    if let (Some(kernels), true) = (&replayer.kernels, replayer.is_rank_0()) {
         contract::note!("note: {kernels}");
     }
     let last = replayer.spec().plan.steps();
@@ -175,23 +175,23 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
         let answer = imagine(replayer, steps.clone(), &change)?;
         let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
         let (run, stores, plot, json) = (args.run.path(), &args.store, plot.as_ref(), args.json);
-        if replayer.speaks() {
+        if replayer.is_rank_0() {
             whatif::print(
                 &WhatIfRequest { run, stores, change: &change, steps, json, plot },
                 &answer,
             )?;
         }
-        say_warnings(args, replayer);
+        note_warnings(args, replayer);
         return Ok(if answer.diverged.is_some() { Class::Diverged.exit_code() } else { 0 });
     }
     if let Some(documents) = args.attribute {
         let effort = AttributionOptions { documents: documents as usize, subsets: args.subsets };
         let found = attribute(replayer, steps, effort)?;
-        say_warnings(args, replayer);
+        note_warnings(args, replayer);
         return attribution::print(&found, args.json).map(|()| 0);
     }
     let code = replay(args, replayer, steps)?;
-    say_warnings(args, replayer);
+    note_warnings(args, replayer);
     Ok(code)
 }
 
@@ -209,11 +209,11 @@ fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8>
         }
         let replayed = match args.micro_batch {
             // One rank computes it by itself.
-            Some(_) if !replayer.speaks() => continue,
+            Some(_) if !replayer.is_rank_0() => continue,
             Some(micro_batch) => replayer.micro_batch(&state, micro_batch)?,
             None => replayer.step(&mut state, Detail::Tokens)?,
         };
-        if replayer.speaks() {
+        if replayer.is_rank_0() {
             let texts = replayer.texts(&replayed, args.texts)?;
             print_replayed(args, &replayed, &texts, steps.end - steps.start == 1)?;
         }
@@ -226,8 +226,8 @@ fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8>
 }
 
 /// Says what was passed over on the way, and where the time went if that was asked.
-fn say_warnings(args: &Args, replayer: &Replayer) {
-    if !replayer.speaks() {
+fn note_warnings(args: &Args, replayer: &Replayer) {
+    if !replayer.is_rank_0() {
         return;
     }
     for warning in &replayer.warnings {
@@ -298,19 +298,24 @@ fn print_replayed(
     }
     let part = replayed.micro_batch;
     let part = part.map_or_else(String::new, |number| format!(", micro-batch {number}"));
-    tell!("step {}{part}: {} (loss {:.6})", replayed.step, replayed.verdict.words(), replayed.loss);
+    print_line!(
+        "step {}{part}: {} (loss {:.6})",
+        replayed.step,
+        replayed.verdict.words(),
+        replayed.loss
+    );
     if let Some(found) = &replayed.difference {
-        tell!("  first difference: {}", found.quantity);
-        tell!("    ledger: {}\n    here:   {}", found.left, found.right);
+        print_line!("  first difference: {}", found.quantity);
+        print_line!("    ledger: {}\n    here:   {}", found.left, found.right);
     }
     if let Some(narrowed) = &replayed.narrowed {
-        tell!("  narrowed: {}", narrowed.words);
+        print_line!("  narrowed: {}", narrowed.words);
     }
     if let Some(fault) = &replayed.diverged {
-        tell!("  diverges: {}", fault.replace('\n', "\n  "));
+        print_line!("  diverges: {}", fault.replace('\n', "\n  "));
     }
     if let Some(record) = &replayed.record {
-        tell!(
+        print_line!(
             "  data {} | {} micro-batches | norm {:.6}{} | lr {:.3e} | state {}",
             record.batch_digest,
             record.micro_batches(),
@@ -320,7 +325,7 @@ fn print_replayed(
             record.state_digest
         );
     }
-    tell!("  {}", replayed.advice);
+    print_line!("  {}", replayed.advice);
     if !alone {
         return Ok(());
     }
@@ -333,7 +338,10 @@ fn print_replayed(
         let (run, step) = (shell::path(&args.run.path().join("run.toml")), replayed.step);
         // `zdata batch` looks for stores where the run's curriculum says.
         let batch = format!(", or zdata batch {run} --step {step} --sequence {sequence} --text");
-        tell!("text of the worst: --texts{}", if args.store.is_empty() { &batch } else { "" });
+        print_line!(
+            "text of the worst: --texts{}",
+            if args.store.is_empty() { &batch } else { "" }
+        );
     }
     Ok(())
 }
@@ -343,9 +351,9 @@ fn print_texts(documents: &[DocumentLoss], texts: &[Vec<DocumentText>]) -> Resul
         for DocumentText { row, first_token, tokens, text } in parts {
             let end = first_token + tokens;
             let id = name(&document.id);
-            tell!("text of {id}, tokens {first_token}..{end}, in sequence {row}:");
+            print_line!("text of {id}, tokens {first_token}..{end}, in sequence {row}:");
             text.lines().try_for_each(|line| {
-                tell!("  | {line}");
+                print_line!("  | {line}");
                 Ok::<(), Fault>(())
             })?;
         }
@@ -355,8 +363,8 @@ fn print_texts(documents: &[DocumentLoss], texts: &[Vec<DocumentText>]) -> Resul
 
 fn print_documents(documents: &[DocumentLoss], top: usize) -> Result<()> {
     let shown = if top == 0 { documents.len() } else { top.min(documents.len()) };
-    tell!("documents by mean loss, worst first ({shown} of {}):", documents.len());
-    tell!(
+    print_line!("documents by mean loss, worst first ({shown} of {}):", documents.len());
+    print_line!(
         "{:>10} {:>7} {:>7}  source | file:row | id | sequences",
         "loss/label",
         "labels",
@@ -365,7 +373,7 @@ fn print_documents(documents: &[DocumentLoss], top: usize) -> Result<()> {
     for document in &documents[..shown] {
         let group = document.group.map_or_else(String::new, |group| format!("group {group} row "));
         let sequences: Vec<String> = document.sequences.iter().map(u64::to_string).collect();
-        tell!(
+        print_line!(
             "{:>10.4} {:>7} {:>7}  {} | {}:{group}{} | {} | {}",
             document.mean,
             document.labels,

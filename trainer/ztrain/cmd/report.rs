@@ -55,6 +55,6 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         print_raw(&format!("{answer}\n"))?;
         return Ok(0);
     }
-    tell!("{}: {:.2} MB, open it in a browser", out.display(), text.len() as f64 / 1e6);
+    print_line!("{}: {:.2} MB, open it in a browser", out.display(), text.len() as f64 / 1e6);
     Ok(0)
 }

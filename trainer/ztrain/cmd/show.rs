@@ -27,12 +27,12 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let mut table = StepRows::open(args.run.path(), args.steps, args.last)?;
     if !args.json {
-        tell!("{}", table.heads());
+        print_line!("{}", table.heads());
     }
     while let Some(row) = table.next_step()? {
         match args.json {
             true => print_raw(&format!("{}\n", row.to_json()))?,
-            false => tell!("{}", table.text(&row)),
+            false => print_line!("{}", table.text(&row)),
         }
     }
     Ok(0)

@@ -37,18 +37,20 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let steps = grouped(view.last_step());
     match found.len() {
-        0 => tell!("no odd step in {steps}"),
-        1 => tell!("1 odd step in {steps}"),
-        count => tell!("{} odd steps in {steps}, in a row counted once", grouped(count as u64)),
+        0 => print_line!("no odd step in {steps}"),
+        1 => print_line!("1 odd step in {steps}"),
+        count => {
+            print_line!("{} odd steps in {steps}, in a row counted once", grouped(count as u64))
+        }
     }
     let near = if found.is_empty() { view.near() } else { Vec::new() };
     if !near.is_empty() {
-        tell!("nearly odd, the farthest from usual:");
+        print_line!("nearly odd, the farthest from usual:");
     }
     for one in found.iter().chain(&near) {
         let to =
             if one.last > one.step { format!(" to {}", grouped(one.last)) } else { String::new() };
-        tell!("\nstep {}{to}", grouped(one.step));
+        print_line!("\nstep {}{to}", grouped(one.step));
         for reason in &one.reasons {
             let at = if reason.step > one.step {
                 format!(" (step {})", reason.step)
@@ -57,17 +59,17 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             };
             let score =
                 reason.score.map_or_else(String::new, |score| format!(" [{score:+.0} spreads]"));
-            tell!("  {}{score}{at}", name(&reason.words));
+            print_line!("  {}{score}{at}", name(&reason.words));
         }
         one.context.iter().try_for_each(|context| {
-            tell!("  here: {}", name(context));
+            print_line!("  here: {}", name(context));
             Ok::<_, contract::Fault>(())
         })?;
         let slow = one.reasons.iter().filter(|reason| reason.kind == OddReasonKind::Slow);
         let mut steps = vec![one.farthest()];
         steps.extend(slow.map(|reason| reason.step).filter(|step| *step != one.farthest()));
         steps.into_iter().try_for_each(|step| {
-            tell!("  {}", command(step));
+            print_line!("  {}", command(step));
             Ok::<_, contract::Fault>(())
         })?;
     }

@@ -12,8 +12,10 @@ use super::{SignalRequests, StartupStage, place, train};
 /// Arguments.
 #[derive(clap::Args)]
 #[group(skip)]
+#[command(next_help_heading = "Faults and supervision")]
 pub(crate) struct Args {
-    /// What to do about what befalls the run; without it ranks that are lost are started again, then done without.
+    /// What to do about each kind of fault; without it lost ranks are started again, then the run
+    /// continues without them.
     #[arg(long, value_name = "FILE", value_parser = place())]
     rules: Option<Location>,
     /// Start the ranks by this, a line for the shell, in the place of --nproc: 'srun --kill-on-bad-exit=1'.
@@ -40,12 +42,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let mut arguments = of_training(std::env::args_os().skip(1));
     let ranks = args.train.to_spawn()?.unwrap_or(1);
     // Between two attempts no other process may take the folder.
-    let holds = args.train.hold()?;
-    arguments.extend(train::of_group(&holds));
+    let locks = args.train.lock_folder()?;
+    arguments.extend(train::of_group(&locks));
     let (launch, run) = (args.launch, args.train.folder()?);
     requests.answer(if launch.is_some() { StartupStage::Others } else { StartupStage::Ranks })?;
     let ended = Watchdog { rules, text, arguments, launch, run, ranks }.run(stop);
-    holds.let_go();
+    locks.release();
     ended
 }
 

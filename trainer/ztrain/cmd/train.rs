@@ -23,6 +23,7 @@ use super::{SignalRequests, Speed, StartupStage, above_zero};
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(next_help_heading = "Run")]
 pub(crate) struct Args {
     /// What to train: data, phases, model, optimizer, schedule.
     #[arg(long, value_name = "FILE", required = true, value_parser = super::place())]
@@ -30,6 +31,34 @@ pub(crate) struct Args {
     /// The run's folder [default: runs/NAME in the working directory, NAME as in NAME.toml].
     #[arg(long, value_name = "RUN", value_parser = super::local("name a folder; --checkpoints takes a place in a bucket"))]
     out: Option<PathBuf>,
+    /// Stop after this step; the same command without this flag continues.
+    #[arg(long, value_name = "STEP")]
+    stop_after: Option<u64>,
+    /// No line for each step.
+    #[arg(long)]
+    quiet: bool,
+    /// Print the answer at the end as JSON.
+    #[arg(long)]
+    json: bool,
+    /// The name under which the process that starts this one holds the run's folder.
+    #[arg(long, value_name = "NAME", hide = true)]
+    group: Option<String>,
+    #[command(flatten)]
+    speed: Speed,
+    #[command(flatten)]
+    ranks: Ranks,
+    #[command(flatten)]
+    checkpoints: CheckpointFlags,
+    #[command(flatten)]
+    faults: FaultFlags,
+    #[command(flatten)]
+    metrics: MetricFlags,
+}
+
+/// When checkpoints are written, where, and which are kept.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Checkpoints")]
+struct CheckpointFlags {
     /// Steps between checkpoints; the last step always has one.
     #[arg(long, value_name = "STEPS", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
     checkpoint_every: u64,
@@ -63,13 +92,30 @@ pub(crate) struct Args {
     /// Newest snapshots on disk that are kept.
     #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
     snapshot_keep: u64,
+}
+
+/// What happens when a rank or a machine fails.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Faults and supervision")]
+struct FaultFlags {
+    /// When a rank is lost, go on in the same processes with those who are left, if they are at least N; without it the
+    /// others end.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    min_ranks: Option<u32>,
+    /// Keep a copy of what each rank owns of the state on another one as well, on another machine where there is one:
+    /// after a loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
+    #[arg(long)]
+    replicate: bool,
     /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no
     /// bit.
     #[arg(long, value_name = "1/N", value_parser = str::parse::<AuditFraction>, allow_hyphen_values = true)]
     audit: Option<AuditFraction>,
-    /// Stop after this step; the same command without this flag continues.
-    #[arg(long, value_name = "STEP")]
-    stop_after: Option<u64>,
+}
+
+/// What is measured besides the steps, and who gets it.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Metrics")]
+struct MetricFlags {
     /// Steps between validations, on the store's held-out text; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 50)]
     validate_every: u64,
@@ -80,27 +126,6 @@ pub(crate) struct Args {
     /// once each; it never holds training up.
     #[arg(long, value_name = "PROGRAM")]
     metrics_exec: Option<String>,
-    /// No line for each step.
-    #[arg(long)]
-    quiet: bool,
-    /// Print the answer at the end as JSON.
-    #[arg(long)]
-    json: bool,
-    /// When a rank is lost, go on in the same processes with those who are left, if they are at least N; without it the
-    /// others end.
-    #[arg(long, value_name = "N", help_heading = "Ranks (never bits)", value_parser = clap::value_parser!(u32).range(1..))]
-    min_ranks: Option<u32>,
-    /// Keep a copy of what each rank owns of the state on another one as well, on another machine where there is one:
-    /// after a loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
-    #[arg(long, help_heading = "Ranks (never bits)")]
-    replicate: bool,
-    /// The name under which the process that starts this one holds the run's folder.
-    #[arg(long, value_name = "NAME", hide = true)]
-    group: Option<String>,
-    #[command(flatten)]
-    ranks: Ranks,
-    #[command(flatten)]
-    speed: Speed,
 }
 
 /// Trains until the last step, a signal or a fault.
@@ -112,13 +137,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
     let supervised = SupervisorLink::of_environment(&args.folder()?)?;
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
-        enough(args.min_ranks, count)?;
+        enough(args.faults.min_ranks, count)?;
         // What a supervisor is to do takes ranks that go on without each other; half of them stay unless another number
         // is asked for.
         let touched = supervised.as_ref().is_some_and(SupervisorLink::touches_ranks);
-        let min_ranks = args.min_ranks.or(touched.then_some(1));
-        let stay = args.min_ranks.unwrap_or(count.div_ceil(2));
-        if args.replicate && min_ranks.is_none() {
+        let min_ranks = args.faults.min_ranks.or(touched.then_some(1));
+        let stay = args.faults.min_ranks.unwrap_or(count.div_ceil(2));
+        if args.faults.replicate && min_ranks.is_none() {
             return Err(Fault::usage("copies are for ranks that go on without others")
                 .at("--replicate")
                 .found("no --min-ranks beside it")
@@ -131,19 +156,19 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         requests.answer(StartupStage::Ranks)?;
         supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(stop))?;
-        let holds = args.hold()?;
-        let mut arguments = if args.group.is_none() { of_group(&holds) } else { Vec::new() };
-        if let (Some(least), None) = (min_ranks, args.min_ranks) {
+        let locks = args.lock_folder()?;
+        let mut arguments = if args.group.is_none() { of_group(&locks) } else { Vec::new() };
+        if let (Some(least), None) = (min_ranks, args.faults.min_ranks) {
             arguments.extend([OsString::from("--min-ranks"), least.to_string().into()]);
         }
         let launch = Launch { count, min_ranks, stay, supervised, arguments };
         let outcome = launch::spawn(&launch, stop);
-        holds.let_go();
-        return outcome.inspect_err(|fault| launch::last_words((None, None), fault, true));
+        locks.release();
+        return outcome.inspect_err(|fault| launch::last_words(None, None, fault, true));
     }
     let launched = args.ranks.launched()?;
     let rank = launched.as_ref().map(|launched| launched.place.rank);
-    let outcome = as_rank(&args, curriculum, (launched.as_ref(), supervised.as_ref()), &requests);
+    let outcome = as_rank(&args, curriculum, launched.as_ref(), supervised.as_ref(), &requests);
     let (ExitInfo { spoke_first, missed }, outcome) = match outcome {
         Ok(done) => done,
         Err(fault) => (ExitInfo { spoke_first: true, missed: None }, Err(fault)),
@@ -151,7 +176,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     match outcome {
         Ok(()) => Ok(0),
         Err(fault) => {
-            launch::last_words((rank, missed), &fault, spoke_first);
+            launch::last_words(rank, missed, &fault, spoke_first);
             // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
             if spawned_us() && !spoke_first { Ok(fault.class().exit_code()) } else { Err(fault) }
         }
@@ -170,27 +195,28 @@ struct ExitInfo {
 fn as_rank(
     args: &Args,
     curriculum: &Location,
-    (launched, supervised): (Option<&LaunchedRank>, Option<&SupervisorLink>),
+    launched: Option<&LaunchedRank>,
+    supervised: Option<&SupervisorLink>,
     requests: &SignalRequests,
 ) -> Result<(ExitInfo, Result<()>)> {
     let stop = &requests.stop;
-    let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
+    let mut world = args.ranks.world(&args.speed, launched, args.faults.min_ranks, stop)?;
     // Under our own launcher that one speaks.
     if world.comm.rank() == 0 && !spawned_us() {
         requests.answer(StartupStage::Nothing)?;
     }
     // Not before: until the runtime is started, this process has one thread.
     supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;
-    let holds = RunLocks::of(args.group.clone());
-    holds.follow(&args.folder()?)?;
-    world = world.holding(holds);
-    let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
+    let locks = RunLocks::of(args.group.clone());
+    locks.follow(&args.folder()?)?;
+    world = world.holding(locks);
+    let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.faults.audit);
     let mut exec = ExecOptions {
         stop: Arc::clone(stop),
         keep: Arc::clone(&requests.keep),
         ..options(args, curriculum, workers)
     };
-    if launched.is_none() && (args.min_ranks.is_some() || args.replicate) {
+    if launched.is_none() && (args.faults.min_ranks.is_some() || args.faults.replicate) {
         contract::note!(
             "note: --min-ranks and --replicate are for several ranks; one has nobody to go on without it"
         );
@@ -240,10 +266,10 @@ impl Args {
     }
 
     /// Holds the run's folder for the processes that this one is about to start.
-    pub(crate) fn hold(&self) -> Result<RunLocks> {
-        let holds = RunLocks::of(self.group.clone());
-        RunFolder::new(&self.folder()?).take(&holds, Duration::ZERO)?;
-        Ok(holds)
+    pub(crate) fn lock_folder(&self) -> Result<RunLocks> {
+        let locks = RunLocks::of(self.group.clone());
+        RunFolder::new(&self.folder()?).take(&locks, Duration::ZERO)?;
+        Ok(locks)
     }
 
     /// How many ranks to start, if it is for this process to start them.
@@ -253,8 +279,8 @@ impl Args {
 }
 
 /// The arguments by which a process that is started holds the same as this one.
-pub(crate) fn of_group(holds: &RunLocks) -> Vec<OsString> {
-    ["--group", holds.group()].map(OsString::from).into()
+pub(crate) fn of_group(locks: &RunLocks) -> Vec<OsString> {
+    ["--group", locks.group()].map(OsString::from).into()
 }
 
 /// Whether a run was asked to stop before it began, as is said then.
@@ -300,24 +326,29 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     (exec.grad_reduce, exec.flat) = args.ranks.ways();
     exec.degrees = args.ranks.degrees();
     exec.transport = args.ranks.transport();
-    exec.min_ranks = args.min_ranks;
-    exec.replicate = args.replicate;
-    exec.metrics_exec = args.metrics_exec.clone();
-    exec.checkpoint_every = args.checkpoint_every;
-    let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.keep_latest);
-    let pinned = args.snapshot_keep as usize;
-    exec.retention = Retention { newest, every, aged, pinned };
-    exec.checkpoint_timeout = args.checkpoint_timeout;
-    exec.checkpoints.clone_from(&args.checkpoints);
-    exec.snapshots = SnapshotOptions {
-        states: args.snapshots,
-        every: args.snapshot_every,
-        spike: args.snapshot_on_spike,
+    exec.min_ranks = args.faults.min_ranks;
+    exec.replicate = args.faults.replicate;
+    let of = &args.checkpoints;
+    exec.checkpoint_every = of.checkpoint_every;
+    exec.retention = Retention {
+        newest: of.keep as usize,
+        every: of.keep_every,
+        aged: !of.keep_latest,
+        pinned: of.snapshot_keep as usize,
     };
-    exec.restart = args.restart;
+    exec.checkpoint_timeout = of.checkpoint_timeout;
+    exec.checkpoints.clone_from(&of.checkpoints);
+    exec.snapshots = SnapshotOptions {
+        states: of.snapshots,
+        every: of.snapshot_every,
+        spike: of.snapshot_on_spike,
+    };
+    exec.restart = of.restart;
+    let of = &args.metrics;
+    exec.metrics_exec.clone_from(&of.metrics_exec);
+    exec.validation = Validation { every: of.validate_every, windows: of.validation_sequences };
     exec.stop_after = args.stop_after;
     exec.progress = !args.quiet;
-    exec.validation = Validation { every: args.validate_every, windows: args.validation_sequences };
     exec
 }
 

@@ -29,7 +29,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let address = format!("http://{}/", watch.address()?);
     match args.json {
         true => print_raw(&format!("{}\n", json!({"address": address})))?,
-        false => tell!("{address}"),
+        false => print_line!("{address}"),
     }
     contract::note!("on this machine alone; end it with Ctrl-C");
     watch.serve(&stop)?;

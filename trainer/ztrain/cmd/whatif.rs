@@ -107,8 +107,8 @@ pub(crate) fn print(asked: &WhatIfRequest<'_>, answer: &WhatIfSteps) -> Result<(
         });
         return print_raw(&format!("{answer}\n"));
     }
-    tell!("WHAT IF, not a replay: {}", change.words().join(", "));
-    tell!(
+    print_line!("WHAT IF, not a replay: {}", change.words().join(", "));
+    print_line!(
         "{:>8} {:>14} {:>14} {:>12} {:>12} {:>8}",
         "step",
         "loss was",
@@ -121,7 +121,7 @@ pub(crate) fn print(asked: &WhatIfRequest<'_>, answer: &WhatIfSteps) -> Result<(
         let was = |value: Option<f64>| {
             value.map_or_else(|| "diverged".to_owned(), |value| format!("{value:.6}"))
         };
-        tell!(
+        print_line!(
             "{:>8} {:>14} {:>14.6} {:>12} {:>12.6} {:>8}{}",
             step.step,
             was(step.was.map(|was| was.0)),
@@ -134,15 +134,17 @@ pub(crate) fn print(asked: &WhatIfRequest<'_>, answer: &WhatIfSteps) -> Result<(
     }
     if let Some(fault) = &answer.diverged {
         let step = steps.start + answer.steps.len() as u64;
-        tell!("step {step} diverges with the change: {}", fault.replace('\n', "\n  "));
+        print_line!("step {step} diverges with the change: {}", fault.replace('\n', "\n  "));
     }
     if let Some(path) = plot {
-        tell!("both curves: {}", path.path().display());
+        print_line!("both curves: {}", path.path().display());
     }
     match &answer.no_fork {
-        Some(why) => tell!("no run can go on so: {}", why.replace('\n', "\n  ")),
-        None if answer.diverged.is_some() => tell!("no run can go on so: it would end there, too"),
-        None => tell!("to go on so:\n  {}", next.join("\n  ")),
+        Some(why) => print_line!("no run can go on so: {}", why.replace('\n', "\n  ")),
+        None if answer.diverged.is_some() => {
+            print_line!("no run can go on so: it would end there, too")
+        }
+        None => print_line!("to go on so:\n  {}", next.join("\n  ")),
     }
     Ok(())
 }

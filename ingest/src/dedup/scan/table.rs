@@ -137,7 +137,7 @@ impl Table {
                     self.remove(pairs, number, exact::REASON);
                 }
                 (Column::Near { documents, bands }, Compare::Near(step)) => {
-                    let pairs = self.near(documents, bands, (number, step.across))?;
+                    let pairs = self.near(documents, bands, number, step.across)?;
                     self.remove(pairs, number, minhash::REASON);
                 }
                 (Column::Texts(texts), Compare::Repeats(step)) => {
@@ -185,7 +185,8 @@ impl Table {
         &self,
         documents: Vec<u32>,
         bands: Vec<(PathBuf, BufWriter<Output>)>,
-        (number, across): (usize, bool),
+        number: usize,
+        across: bool,
     ) -> Result<Vec<(u32, u32)>> {
         let mut components = Components::new(self.at.len() as u32);
         for (path, writer) in bands {

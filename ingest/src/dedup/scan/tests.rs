@@ -315,7 +315,7 @@ fn a_sample_tells_what_became_of_each_document() {
     let manifest = built(&path, &store, 2);
     let request = Corpus::read(&path).unwrap();
     let draw =
-        |count, seed| sample::sample(&request, (&(&store).into(), &manifest), count, seed).unwrap();
+        |count, seed| sample::sample(&request, &(&store).into(), &manifest, count, seed).unwrap();
     let all = draw(1000, 0);
     assert_eq!(all.len(), texts.len());
     let dropped = |reason: &str| {
@@ -357,7 +357,7 @@ fn a_sample_tells_what_became_of_each_document() {
     assert_ne!(places(&draw(9, 3)), places(&draw(9, 4)));
     assert_eq!(draw(9, 3).len(), 9);
     let other = Corpus::read(bench.corpus("")).unwrap();
-    assert!(sample::sample(&other, (&(&store).into(), &manifest), 1, 0).is_err());
+    assert!(sample::sample(&other, &(&store).into(), &manifest, 1, 0).is_err());
 }
 
 #[test]

@@ -106,7 +106,7 @@ impl Windows {
             // A single id for a whole window may come from the vocabulary instead of from merges.
             if new == 0
                 || window.len() == 1
-                || !self.joins(model, word, &cuts, ids, (found[0], &window), &mut joint)?
+                || !self.joins(model, word, &cuts, ids, found[0], &window, &mut joint)?
             {
                 failures += 1;
                 let left = cuts.len().saturating_sub(1 << failures.min(40)).max(1);
@@ -131,9 +131,11 @@ impl Windows {
         word: &str,
         cuts: &[(usize, usize)],
         ids: &[u32],
-        ((at, length), window): ((usize, usize), &[u32]),
+        first: (usize, usize),
+        window: &[u32],
         joint: &mut Vec<u32>,
     ) -> Result<bool, String> {
+        let (at, length) = first;
         let [.., (before, from), (_, to)] = cuts else { return Ok(true) };
         joint.clear();
         self.symbols.encode(model, &word[*before..at], joint)?;

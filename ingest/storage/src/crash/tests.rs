@@ -69,7 +69,7 @@ fn a_writer_that_goes_past_the_door_is_found_out() {
 }
 
 /// Random acts on a few names: impossible ones are skipped.
-fn act(root: &Path, (kind, from, to): (u8, usize, usize)) {
+fn act(root: &Path, kind: u8, from: usize, to: usize) {
     let names = ["a", "b", "c", "a/x", "b/x", "b/y", "c/z/t", "c/z"];
     let [from, to] = [from, to].map(|name| root.join(names[name % names.len()]));
     match kind {
@@ -97,7 +97,7 @@ proptest! {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let (recording, ()) = Recording::of(root, || {
-            acts.iter().for_each(|&one| act(root, one));
+            acts.iter().for_each(|&(kind, from, to)| act(root, kind, from, to));
             for (name, bytes) in tree(root) {
                 if let Some(bytes) = bytes {
                     disk::write_whole(&root.join(name), &bytes).unwrap();

@@ -188,7 +188,7 @@ impl Held {
         let (sender, receiver) = channel();
         let lost = Arc::new(AtomicBool::new(false));
         let (place, group, flag) = (path.to_owned(), group.to_owned(), Arc::clone(&lost));
-        let work = move || renew(&place, &group, &flag, (times.period, &receiver));
+        let work = move || renew(&place, &group, &flag, times.period, &receiver);
         let thread = thread::Builder::new().name("lease".to_owned()).spawn(work)?;
         let (path, renewing) = (path.to_owned(), Some((sender, thread)));
         Ok(Held { file, path, made: false, lost, renewing })
@@ -305,7 +305,7 @@ pub fn draw_group() -> String {
 }
 
 /// Renews the lease until `end` is closed or another group has the file.
-fn renew(path: &Path, group: &str, lost: &AtomicBool, (period, end): (Duration, &Receiver<()>)) {
+fn renew(path: &Path, group: &str, lost: &AtomicBool, period: Duration, end: &Receiver<()>) {
     let mut seen = None;
     while end.recv_timeout(period) == Err(RecvTimeoutError::Timeout) {
         // A folder that was moved is held by the lock alone.

@@ -200,7 +200,7 @@ fn queries_and_keys_are_those_of_the_cpu() {
         assert_eq!(left_bits(&played, turned.raw), bits_of(&raw));
         assert_eq!(left_bits(&played, turned.forward[0]), bits_of(&factors));
         assert_eq!(values.read(&played, turned.forward[1], &by_head), out);
-        let wanted = CPU.query_key_backward(&raw, &factors, by, (grad, Kind::Float)).unwrap();
+        let wanted = CPU.query_key_backward(&raw, &factors, by, grad, Kind::Float).unwrap();
         assert_eq!(left_bits(&played, turned.grad), bits_of(&wanted.raw));
         if let Some(rounded) = turned.rounded {
             let found = values.read(&played, rounded, &by_head);

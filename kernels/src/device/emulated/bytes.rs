@@ -8,19 +8,19 @@ use super::{attention, exact, experts, finish, rows, step};
 
 /// For each launch of a tape: the kernel, and the bytes that its waves load and store per element.
 fn counted(tape: &Tape, elements: usize) -> Vec<(String, f64)> {
-    let (told, left) = played(&Build::COUNTED, "one", &[tape]);
-    assert!(left.is_some(), "{told}");
+    let (printed, left) = played(&Build::COUNTED, "one", &[tape]);
+    assert!(left.is_some(), "{printed}");
     let launch = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
         let [kernel, loaded, stored] = words[..] else { return None };
         let [loaded, stored] = [loaded, stored].map(|bytes| bytes.parse::<u64>().ok());
         Some((kernel.to_owned(), (loaded? + stored?) as f64 / elements as f64))
     };
-    told.lines().filter_map(launch).collect()
+    printed.lines().filter_map(launch).collect()
 }
 
 /// Checks the launches of tapes, in order, against limits of bytes per element; launches without a limit are skipped.
-fn hold(tapes: &[Tape], elements: usize, most: &[(&str, f64)]) {
+fn check_bytes(tapes: &[Tape], elements: usize, most: &[(&str, f64)]) {
     let mut wanted = most.iter().peekable();
     for (kernel, bytes) in tapes.iter().flat_map(|tape| counted(tape, elements)) {
         eprintln!("{kernel}: {bytes:.2} bytes an element");
@@ -46,16 +46,16 @@ fn rows_are_moved_once() {
         ("residual_backward_bf16", 17.9),
         ("residual_norm_backward_bf16", 21.9),
     ];
-    hold(&rows::wide(shape), shape[0] * shape[1], &norms);
+    check_bytes(&rows::wide(shape), shape[0] * shape[1], &norms);
     let moves = [
         ("permute_bf16", 4.9),
         ("unpermute_bf16", 6.8),
         ("gather_bf16", 4.7),
         ("gather_backward_bf16", 8.4),
     ];
-    hold(&[experts::wide([128, 3, 512])], 128 * 512, &moves);
+    check_bytes(&[experts::wide([128, 3, 512])], 128 * 512, &moves);
     let conv = [("conv_shift_bf16", 8.3), ("conv_shift_backward_bf16", 11.6)];
-    hold(&[attention::wide([64, 3, 128, 64, 64])], 64 * 512, &conv);
+    check_bytes(&[attention::wide([64, 3, 128, 64, 64])], 64 * 512, &conv);
 }
 
 /// For a weight under AdamW and under Muon, a pair of gradients, and a gradient that is squared.
@@ -63,9 +63,9 @@ fn rows_are_moved_once() {
 fn weights_and_gradients_are_moved_once() {
     let weights = 1 << 15;
     let moves = [("update_chunks", 30.1), ("update_chunks", 18.1), ("nesterov", 17.1)];
-    hold(&step::wide(weights), weights, &moves);
-    hold(&finish::wide(weights), weights, &[("finish_add", 8.4), ("finish_add", 10.4)]);
-    hold(&[exact::wide(weights)], weights, &[("squares", 4.1)]);
+    check_bytes(&step::wide(weights), weights, &moves);
+    check_bytes(&finish::wide(weights), weights, &[("finish_add", 8.4), ("finish_add", 10.4)]);
+    check_bytes(&[exact::wide(weights)], weights, &[("squares", 4.1)]);
 }
 
 #[test]

@@ -203,7 +203,7 @@ fn rows(elements: usize) -> Vec<Row> {
     ]
 }
 
-fn hold(rows: &[Row]) {
+fn check_rows(rows: &[Row]) {
     let (tape, outs, sums) = additions(rows);
     let played = tape.play();
     let mut checksums = played.read::<u64>(sums).into_iter();
@@ -227,7 +227,7 @@ fn hold(rows: &[Row]) {
 #[test]
 fn nodes_are_added_and_checked_as_the_cpu_does() {
     for elements in [1, 5, 4096, 4099, 9001] {
-        hold(&rows(elements));
+        check_rows(&rows(elements));
     }
 }
 
@@ -239,10 +239,13 @@ fn a_part_is_counted_where_it_stands() {
         let left = Some(SumOperand { before, ..experts });
         Row { sides: [left, None], elements, each: 2000, first, out: Out::Own(before) }
     };
-    hold(&[part(0, 7999, 0), part(1999, 2, 1), part(3000, 4100, 4), part(7999, 1, 0)]);
+    check_rows(&[part(0, 7999, 0), part(1999, 2, 1), part(3000, 4100, 4), part(7999, 1, 0)]);
     let over = (1 << 32) - 100;
     let far = Row { first: over, each: 1 << 40, ..part(0, 5000, 0) };
-    hold(&[Row { sides: [Some(LEAF), Some(SumOperand { values: Values::Wide, ..LEAF })], ..far }]);
+    check_rows(&[Row {
+        sides: [Some(LEAF), Some(SumOperand { values: Values::Wide, ..LEAF })],
+        ..far
+    }]);
 }
 
 /// NaNs and infinities on either side, and denormal numbers.

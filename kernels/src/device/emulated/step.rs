@@ -383,11 +383,12 @@ fn pieces_travel_whole() {
 type Chunk<'a> = (&'a [i64], u64);
 
 /// Adds the experts of one chunk to those of another, and a part without an expert.
-fn present((here, one): Chunk, (there, two): Chunk, each: usize) -> (Tape, [Buffer; 3]) {
+fn present(left: Chunk, right: Chunk, each: usize) -> (Tape, [Buffer; 3]) {
+    let ((here, one), (there, two)) = (left, right);
     let mut tape = Tape::new("experts of chunks");
     let [left, right] = [one, two].map(|seed| tape.with(&parts(here.len() * each, seed)));
     let plain = [one + 7, two + 7].map(|seed| tape.with(&numbers(each, seed)));
-    let [mine, other] = [here, there].map(|rows| tape.with(rows));
+    let [counts, other_counts] = [here, there].map(|rows| tape.with(rows));
     let both = tape.room::<i64>(here.len());
     let experts = 0..here.len();
     let mut rows: Vec<_> = experts
@@ -395,11 +396,11 @@ fn present((here, one): Chunk, (there, two): Chunk, each: usize) -> (Tape, [Buff
         .map(|expert| ([4 * each * expert; 2], piece(left, right, each, 4)))
         .collect();
     rows.push(([0, 0], piece(plain[0], plain[1], each, 4)));
-    rows.push(([0, 0], piece(mine, other, here.len(), 8)));
+    rows.push(([0, 0], piece(counts, other_counts, here.len(), 8)));
     let (table, blocks) = table(&mut tape, &rows);
     for expert in experts {
-        tape.address(table, 48 * expert + 24, mine, 8 * expert);
-        tape.address(table, 48 * expert + 32, other, 8 * expert);
+        tape.address(table, 48 * expert + 24, counts, 8 * expert);
+        tape.address(table, 48 * expert + 32, other_counts, 8 * expert);
     }
     tape.address(table, 48 * (here.len() + 1) + 24, both, 0);
     tape.launch("add_present", blocks, &[table.into(), rows.len().into()]);

@@ -278,7 +278,7 @@ impl Operands<'_> {
                 for head in own {
                     let first = (head * self.tokens + part.start) * width;
                     let to_query = &mut to_query[first..first + part.len * width];
-                    self.head_backward((head, part), done, &seen, &mut sums, to_query);
+                    self.head_backward(head, part, done, &seen, &mut sums, to_query);
                 }
                 let [key, value] = sums;
                 key.put(&mut to_key[(group * others + part.first) * width..], width);
@@ -290,7 +290,8 @@ impl Operands<'_> {
     /// The gradients of a head's queries; the gradients of its keys and values are added to `sums`.
     fn head_backward(
         &self,
-        (head, part): (usize, SpanPosition),
+        head: usize,
+        part: SpanPosition,
         done: ForwardResults<'_>,
         [key, value]: &[Panels; 2],
         [to_key, to_value]: &mut [Panels; 2],

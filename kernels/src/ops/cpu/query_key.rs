@@ -89,7 +89,8 @@ pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    (mut grad, kind): (Tensor, Kind),
+    mut grad: Tensor,
+    kind: Kind,
 ) -> Result<QueryKeyGrads> {
     let (call, [_, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     apart(call, &[&grad], &[raw, factors, by.temperature, by.angles[0], by.angles[1]])?;

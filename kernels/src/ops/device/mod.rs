@@ -250,7 +250,7 @@ impl Ops for DeviceTable {
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<(Tensor, ParamGradient)> {
-        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, None))
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, grad, None)
     }
 
     fn rms_norm_backward_beside(
@@ -261,12 +261,12 @@ impl Ops for DeviceTable {
         grad: &Tensor,
         beside: &Tensor,
     ) -> Result<(Tensor, ParamGradient)> {
-        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, Some(beside)))
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, grad, Some(beside))
     }
 
     fn finish(&self, all: Vec<ParamGradient>) -> Result<Vec<Tensor>> {
-        let Some(one) = all.first() else { return Ok(Vec::new()) };
-        finish::finish(&self.at(one.begun())?, all)
+        let Some(first) = all.first() else { return Ok(Vec::new()) };
+        finish::finish(&self.at(first.begun())?, all)
     }
 
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
@@ -278,9 +278,10 @@ impl Ops for DeviceTable {
         branch: &Tensor,
         residual: &Tensor,
         by: ResidualScaling,
-        norm: (&Tensor, f64),
+        weight: &Tensor,
+        eps: f64,
     ) -> Result<[Tensor; 3]> {
-        rows::residual_norm(&self.at(branch)?, branch, residual, by, norm)
+        rows::residual_norm(&self.at(branch)?, branch, residual, by, weight, eps)
     }
 
     fn residual_backward(
@@ -326,9 +327,10 @@ impl Ops for DeviceTable {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: (Tensor, Kind),
+        grad: Tensor,
+        kind: Kind,
     ) -> Result<QueryKeyGrads> {
-        heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad)
+        heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad, kind)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {
@@ -368,8 +370,8 @@ impl Ops for DeviceTable {
         gradient: &Tensor,
     ) -> Result<()> {
         let rule = UpdateRule::AdamW { by, moments: [first, second] };
-        let one = Update { weight, rounded: None, gradient, rule, number: 0, salts: [0; 3] };
-        self.update(&mut [one]).map(drop)
+        let update = Update { weight, rounded: None, gradient, rule, number: 0, salts: [0; 3] };
+        self.update(&mut [update]).map(drop)
     }
 
     fn nesterov(
@@ -385,8 +387,8 @@ impl Ops for DeviceTable {
 
     fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()> {
         let (gradient, rule) = (direction, UpdateRule::Muon { keep, rate, momentum: direction });
-        let one = Update { weight, rounded: None, gradient, rule, number: 0, salts: [0; 3] };
-        self.update(&mut [one]).map(drop)
+        let update = Update { weight, rounded: None, gradient, rule, number: 0, salts: [0; 3] };
+        self.update(&mut [update]).map(drop)
     }
 
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
@@ -394,8 +396,8 @@ impl Ops for DeviceTable {
     }
 
     fn all_newton_schulz(&self, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
-        let Some(one) = matrices.first() else { return Ok(Vec::new()) };
-        newton_schulz::all(&self.at(one)?, matrices, by)
+        let Some(first) = matrices.first() else { return Ok(Vec::new()) };
+        newton_schulz::all(&self.at(first)?, matrices, by)
     }
 
     fn squares(&self, x: &Tensor) -> Result<f64> {
@@ -408,22 +410,22 @@ impl Ops for DeviceTable {
     }
 
     fn chunk_squares(&self, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
-        let Some(one) = tensors.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
+        let Some(first) = tensors.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
         let parts: Vec<_> = tensors.iter().map(|tensor| (tensor, 0, 0)).collect();
-        let [squares, _] = step::squares(&self.at(one)?, &parts, chunk, false)?;
+        let [squares, _] = step::squares(&self.at(first)?, &parts, chunk, false)?;
         Ok(squares)
     }
 
     fn chunk_sums(&self, parts: &[(&Tensor, u64, u64)], chunk: i64) -> Result<[Tensor; 2]> {
-        let Some((one, ..)) = parts.first() else {
+        let Some((first, ..)) = parts.first() else {
             return REFERENCE.chunk_sums(parts, chunk);
         };
-        step::squares(&self.at(one)?, parts, chunk, true)
+        step::squares(&self.at(first)?, parts, chunk, true)
     }
 
     fn all_rounded(&self, pairs: &mut [[Tensor; 2]]) -> Result<()> {
-        let Some([one, _]) = pairs.first() else { return Ok(()) };
-        step::rounded(&self.at(one)?, pairs)
+        let Some([first, _]) = pairs.first() else { return Ok(()) };
+        step::rounded(&self.at(first)?, pairs)
     }
 
     fn all_nesterov(
@@ -432,13 +434,13 @@ impl Ops for DeviceTable {
         by: f32,
         scale: f32,
     ) -> Result<Vec<Tensor>> {
-        let Some((_, one)) = pairs.first() else { return Ok(Vec::new()) };
-        step::nesterov(&self.at(one)?, pairs, by, scale)
+        let Some((_, first)) = pairs.first() else { return Ok(Vec::new()) };
+        step::nesterov(&self.at(first)?, pairs, by, scale)
     }
 
     fn update(&self, all: &mut [Update]) -> Result<Tensor> {
-        let Some(one) = all.first() else { return Ok(Tensor::f_zeros([0, 4], INT64_CPU)?) };
-        step::update(&self.at(one.weight)?, all)
+        let Some(first) = all.first() else { return Ok(Tensor::f_zeros([0, 4], INT64_CPU)?) };
+        step::update(&self.at(first.weight)?, all)
     }
 }
 

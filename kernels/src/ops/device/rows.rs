@@ -92,7 +92,8 @@ pub(super) fn rms_norm_backward(
     x: &Tensor,
     factors: &Tensor,
     weight: &Tensor,
-    (grad, beside): (&Tensor, Option<&Tensor>),
+    grad: &Tensor,
+    beside: Option<&Tensor>,
 ) -> Result<(Tensor, ParamGradient)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     if let Some(beside) = beside {
@@ -128,7 +129,8 @@ pub(super) fn residual_norm(
     branch: &Tensor,
     residual: &Tensor,
     by: ResidualScaling,
-    (weight, eps): (&Tensor, f64),
+    weight: &Tensor,
+    eps: f64,
 ) -> Result<[Tensor; 3]> {
     let [rows, width] = check::residual(branch, residual, by)?;
     check::rms_norm(residual, weight)?;

@@ -121,9 +121,10 @@ impl Ops for Reference {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: (Tensor, Kind),
+        grad: Tensor,
+        kind: Kind,
     ) -> Result<QueryKeyGrads> {
-        query_key::query_key_backward(raw, factors, by, grad)
+        query_key::query_key_backward(raw, factors, by, grad, kind)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {

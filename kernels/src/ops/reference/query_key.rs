@@ -110,7 +110,8 @@ pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    (grad, kind): (Tensor, Kind),
+    grad: Tensor,
+    kind: Kind,
 ) -> Result<QueryKeyGrads> {
     let (_, [_, _, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     let [queries, keys, _] = by.shape;

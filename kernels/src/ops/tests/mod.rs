@@ -94,7 +94,7 @@ proptest! {
             let by = ResidualScaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
             let found = table.residual(branch, &x, by).unwrap();
             prop_assert!(close(&found, &REFERENCE.residual(branch, &x, by).unwrap(), 4.0));
-            let [sum, normed, factors] = table.residual_norm(branch, &x, by, (&a, 1e-5)).unwrap();
+            let [sum, normed, factors] = table.residual_norm(branch, &x, by, &a, 1e-5).unwrap();
             let (wanted, wanted_factors) = table.rms_norm(&found, &a, 1e-5).unwrap();
             prop_assert_eq!((&sum, &normed, &factors), (&found, &wanted.to_kind(kind), &wanted_factors));
             let found = table.residual_backward(branch, &x, by, &grad).unwrap();
@@ -233,7 +233,7 @@ proptest! {
             let (raw, factors) = (wanted.raw, found.factors);
             let back = |table: OpsTable, kind| {
                 let grad = random(&[heads, tokens, width], seed + 5);
-                table.query_key_backward(&raw, &factors, by, (grad, kind)).unwrap()
+                table.query_key_backward(&raw, &factors, by, grad, kind).unwrap()
             };
             let (found, wanted) = (back(table, Kind::Float), back(REFERENCE, Kind::Float));
             prop_assert!(close(&found.raw, &wanted.raw, 64.0));

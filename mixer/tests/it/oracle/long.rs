@@ -32,7 +32,7 @@ proptest! {
         let joined: u64 = samples.iter().filter(|s| s.phase == 1 && s.spans.len() > 1)
             .flat_map(|s| &s.spans).map(|span| u64::from(span.tokens)).sum();
         prop_assert!(joined * 16 <= tokens, "{} of {} tokens are joined", joined, tokens);
-        prop_assert!(plan.makeup(1, 0).joined <= units / 16);
+        prop_assert!(plan.composition(1, 0).joined <= units / 16);
     }
 
     /// With `defer`, nothing is joined until the epoch has no other text; no text is lost or repeated.

@@ -475,7 +475,7 @@ fn totals_agree(plan: &DataPlan, samples: &[SampleSpec]) -> Result<(), TestCaseE
             let before = taken.entry(part.source).or_default();
             prop_assert_eq!(part.tokens_before, *before);
             let entry = phase.uses.iter().position(|other| other.source == part.source).unwrap();
-            prop_assert_eq!(plan.makeup(index, entry), makeup(mine()));
+            prop_assert_eq!(plan.composition(index, entry), composition(mine()));
             *before += tokens;
         }
     }
@@ -488,7 +488,7 @@ fn totals_agree(plan: &DataPlan, samples: &[SampleSpec]) -> Result<(), TestCaseE
 }
 
 /// The composition of samples, counted one by one.
-fn makeup<'a>(samples: impl Iterator<Item = &'a SampleSpec>) -> Composition {
+fn composition<'a>(samples: impl Iterator<Item = &'a SampleSpec>) -> Composition {
     let mut all = Composition::default();
     for SampleSpec { spans, seq_len, .. } in samples {
         let full = spans.iter().map(|span| span.tokens).sum::<u32>() == *seq_len;

@@ -44,7 +44,7 @@ impl Lists {
             seq_len: *seq_len,
             contiguous: kinds[0].len() as u64,
             joined: kinds[1].len() as u64,
-            lacking: kinds[2].iter().map(|pack| seq_len - total(pack)).collect(),
+            padding: kinds[2].iter().map(|pack| seq_len - total(pack)).collect(),
             documents: 0,
             cut: 0,
         };
@@ -139,7 +139,7 @@ proptest! {
             let planned = &plan.phases()[phase];
             let part = planned.uses.iter().position(|part| part.source == 0).unwrap();
             prop_assert_eq!(planned.uses[part].tokens_before, taken);
-            let mut makeup = Composition::default();
+            let mut composition = Composition::default();
             for sample in planned.first_sample..planned.first_sample + planned.samples() {
                 let found = plan.sample(sample).unwrap();
                 if found.source != 0 {
@@ -151,7 +151,7 @@ proptest! {
                 prop_assert_eq!((found.epoch, &found.spans), (epoch, pack));
                 served[length] += 1;
                 let full = total(pack) == LENGTHS[length];
-                makeup += Composition {
+                composition += Composition {
                     contiguous: u64::from(full && pack.len() == 1),
                     joined: u64::from(full && pack.len() > 1),
                     padded: u64::from(!full),
@@ -166,7 +166,7 @@ proptest! {
                 }
                 taken += u64::from(offset);
             }
-            prop_assert_eq!(plan.makeup(phase, part), makeup);
+            prop_assert_eq!(plan.composition(phase, part), composition);
             prop_assert_eq!(planned.uses[part].tokens_before + planned.uses[part].tokens, taken);
         }
         for token in 0..tokens[0] {

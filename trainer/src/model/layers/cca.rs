@@ -87,16 +87,16 @@ impl LayerKind for Cca {
         let v_proj_delayed = qkv.matrix("v_proj_delayed.weight", "val_proj2.weight", half);
         qkv.adjoining(v_proj_delayed);
         qkv.cut(v_proj_delayed, Sharding::of_some(&half, keys, dim, key / 2));
-        let mut own = params.inside("self_attn.qkv_proj", "self_attn.qkv.conv_qk");
-        let conv_depthwise = own.depthwise("conv_qk_depthwise.weight", "0.weight", [conv, 1, 2]);
-        let conv_depthwise_bias = own.vector("conv_qk_depthwise.bias", "0.bias", conv, 0.0);
-        let conv_grouped = own.convolution("conv_qk_grouped.weight", "1.weight", [conv, dim, 2]);
-        let conv_grouped_bias = own.vector("conv_qk_grouped.bias", "1.bias", conv, 0.0);
-        let mut own = params.inside("self_attn", "self_attn");
+        let mut scope = params.inside("self_attn.qkv_proj", "self_attn.qkv.conv_qk");
+        let conv_depthwise = scope.depthwise("conv_qk_depthwise.weight", "0.weight", [conv, 1, 2]);
+        let conv_depthwise_bias = scope.vector("conv_qk_depthwise.bias", "0.bias", conv, 0.0);
+        let conv_grouped = scope.convolution("conv_qk_grouped.weight", "1.weight", [conv, dim, 2]);
+        let conv_grouped_bias = scope.vector("conv_qk_grouped.bias", "1.bias", conv, 0.0);
+        let mut scope = params.inside("self_attn", "self_attn");
         // Hugging Face initializes it with 0, a placeholder for a checkpoint: keys would be 0 and attention uniform.
-        let temp = own.vector("qk_norm.temp", "qkv.temp", config.num_key_value_heads, 1.0);
-        let o_proj = own.matrix("o_proj.weight", "o_proj.weight", [hidden, query]);
-        own.cut(o_proj, Sharding::new(&[hidden, query], 1, 1, keys));
+        let temp = scope.vector("qk_norm.temp", "qkv.temp", config.num_key_value_heads, 1.0);
+        let o_proj = scope.matrix("o_proj.weight", "o_proj.weight", [hidden, query]);
+        scope.cut(o_proj, Sharding::new(&[hidden, query], 1, 1, keys));
         Cca {
             q_proj,
             k_proj,
@@ -192,8 +192,8 @@ impl Layer for Cca {
             let seen = |of: &Tensor, dim| pass.chunks.earlier(of, dim)?.wait();
             let key = seen(&shard.key, 1).map_err(refused)?;
             let value = seen(&shard.value, 0).map_err(refused)?;
-            for (chunk, own) in pass.chunks.iter().zip(&shard.chunks) {
-                let seen = QueriesWithKeys::of(chunk, &own.qk, &key, &value, shard.heads.shape);
+            for (chunk, saved) in pass.chunks.iter().zip(&shard.chunks) {
+                let seen = QueriesWithKeys::of(chunk, &saved.qk, &key, &value, shard.heads.shape);
                 let found = seen.and_then(|seen| seen.largest_logit(chunk)).map_err(refused)?;
                 largest = Some(largest.map_or(found, |largest| larger(largest, found)));
             }
@@ -207,9 +207,9 @@ impl Cca {
     fn heads(&self, pass: &Pass<'_>, shard: i64, came: Option<[Tensor; 5]>) -> Result<Heads> {
         let (w, config) = (pass.weights, pass.config);
         let (keys, dim, group) = (config.num_key_value_heads, config.head_dim, config.group());
-        let own = share(keys, shards(pass), shard);
-        let query = own.start * group * dim..own.end * group * dim;
-        let key = own.start * dim..own.end * dim;
+        let heads = share(keys, shards(pass), shard);
+        let query = heads.start * group * dim..heads.end * group * dim;
+        let key = heads.start * dim..heads.end * dim;
         let channels =
             [query.clone(), config.query_size() + key.start..config.query_size() + key.end];
         let channels = |weight: &Tensor| rows(weight, &channels);
@@ -234,9 +234,9 @@ impl Cca {
             depthwise_bias: channels(&w[self.conv_depthwise_bias])?,
             kernel: channels(&w[self.conv_grouped])?.f_view([-1, dim, 2 * dim])?,
             grouped_bias: channels(&w[self.conv_grouped_bias])?,
-            temp: rows(&w[self.temp], std::slice::from_ref(&own))?,
+            temp: rows(&w[self.temp], std::slice::from_ref(&heads))?,
             o_proj,
-            shape: [(own.end - own.start) * group, own.end - own.start, dim],
+            shape: [(heads.end - heads.start) * group, heads.end - heads.start, dim],
         })
     }
 
@@ -267,12 +267,12 @@ impl Cca {
         let mut coming = Shards::new(pass, self.held(), shards(pass))?;
         for shard in 0..shards(pass) {
             let heads = self.heads(pass, shard, coming.next()?)?;
-            let (out, mut own) = heads.forward(pass, x)?;
+            let (out, mut saved_shard) = heads.forward(pass, x)?;
             if pass.folded.is_some() {
-                own.heads.let_go();
+                saved_shard.heads.reshard();
             }
             outs.push(out);
-            saved.push(own);
+            saved.push(saved_shard);
         }
         let out = over_shards(outs)?.into_iter().map(|out| out.f_to_kind(pass.kind));
         Ok((out.collect::<std::result::Result<_, _>>()?, saved))
@@ -292,9 +292,12 @@ impl Cca {
             if let Some(came) = coming.next()? {
                 shard.heads = self.heads(pass, number, Some(came))?;
             }
-            let (input, own) = shard.backward(pass, grad)?;
+            let (input, chunk_gradients) = shard.backward(pass, grad)?;
             inputs.push(input);
-            gradients.iter_mut().zip(own).for_each(|(chunk, own)| chunk.push(own));
+            gradients
+                .iter_mut()
+                .zip(chunk_gradients)
+                .for_each(|(chunk, chunk_gradients)| chunk.push(chunk_gradients));
         }
         let joined = |shards| HeadsGrads::joined(pass.config, pass.ops, shards);
         let gradients = gradients.into_iter().map(joined);
@@ -323,20 +326,20 @@ impl Heads {
         let values = all.earlier(&value, 0)?;
         let (mut chunks, mut first) = (Vec::new(), 0);
         for ((chunk, x), taps) in all.iter().zip(x).zip(taps) {
-            let own = projected.f_narrow(0, first, x.size()[0])?;
+            let part = projected.f_narrow(0, first, x.size()[0])?;
             first += x.size()[0];
-            chunks.push(self.query_key(pass, chunk, (x, &own), taps)?);
+            chunks.push(self.query_key(pass, chunk, x, &part, taps)?);
         }
         let [queries, keys, _] = self.shape;
-        let key = chunks.iter().map(|(own, _)| own.f_narrow(0, queries, keys));
+        let key = chunks.iter().map(|(projected, _)| projected.f_narrow(0, queries, keys));
         let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
         let (seen, values) = (all.earlier(&key, 1)?.wait()?, values.wait()?);
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
-        for (chunk, (qk, own)) in all.iter().zip(chunks) {
+        for (chunk, (qk, of_chunk)) in all.iter().zip(chunks) {
             let seen = QueriesWithKeys::of(chunk, &qk, &seen, &values, self.shape)?;
             let attended = ops.attention(seen.operands(chunk))?;
             outs.push(pass.of_shard(&attended.heads, &self.o_proj.f_tr()?)?);
-            let [x, taps, raw, factor] = own;
+            let [x, taps, raw, factor] = of_chunk;
             saved.push(SavedChunk { x, taps, raw, factor, qk, attended });
         }
         Ok((outs, Saved { heads: self, projected, key, value, chunks: saved }))
@@ -347,7 +350,8 @@ impl Heads {
         &self,
         pass: &Pass<'_>,
         chunk: &Chunk,
-        (x, projected): (&Tensor, &Tensor),
+        x: &Tensor,
+        projected: &Tensor,
         taps: Tensor,
     ) -> Result<(Tensor, [Tensor; 4])> {
         let raw = pass.ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;

@@ -36,9 +36,9 @@ impl Saved {
         let AttentionBack { qk, value, o_proj } = self.attention(pass, grad)?;
         let (mut taps, mut turned) = (Vec::new(), Vec::new());
         for ((chunk, saved), qk) in pass.chunks.iter().zip(&self.chunks).zip(qk) {
-            let own = self.heads.turned(chunk);
-            let grad = (qk, pass.kind);
-            let back = ops.query_key_backward(&saved.raw, &saved.factor, own, grad)?;
+            let turned_heads = self.heads.turned(chunk);
+            let (raw, factor) = (&saved.raw, &saved.factor);
+            let back = ops.query_key_backward(raw, factor, turned_heads, qk, pass.kind)?;
             let grouped = pass.gradient(&back.raw.f_transpose(1, 2)?, &saved.taps)?;
             taps.push(ops.matmul(&back.raw, &self.heads.kernel)?);
             let grouped = grouped.f_view([-1, pass.config.head_dim, 2])?;
@@ -48,8 +48,8 @@ impl Saved {
             (pass.chunks.beside(&joined(&taps, 1)?, 1)?, pass.chunks.beside(&value, 0)?);
         let (taps, value) = (taps.wait()?, value.wait()?);
         let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
-        for (number, (own, o_proj)) in turned.into_iter().zip(o_proj).enumerate() {
-            let (means, grouped, grouped_bias, temp) = own;
+        for (number, (of_chunk, o_proj)) in turned.into_iter().zip(o_proj).enumerate() {
+            let (means, grouped, grouped_bias, temp) = of_chunk;
             let (chunk, x) = (pass.chunks.of(number), &self.chunks[number].x);
             let around = chunk.around(&self.projected, 0)?;
             let grads = [chunk.around(&taps, 1)?, chunk.around(&value, 0)?];
@@ -86,7 +86,7 @@ impl Saved {
         let [keys_seen, values_seen] = seen.map(PendingTable::wait);
         let (keys_seen, values_seen) = (keys_seen?, values_seen?);
         let (mut sums, mut o_proj, mut back) = (KeySums::default(), Vec::new(), Vec::new());
-        let own = pass.chunks.shared().own();
+        let chunks = pass.chunks.shared().own();
         for (at, (saved, grad)) in self.chunks.iter_mut().zip(grad).enumerate() {
             let chunk = pass.chunks.of(at);
             o_proj.push(pass.gradient(&grad.f_tr()?, &saved.attended.heads)?);
@@ -105,7 +105,7 @@ impl Saved {
                 let [key, value] = [part(&seen.key)?, part(&seen.value)?];
                 let out = AttentionGrads { query: &query, key: &key, value: &value };
                 ops.attention_backward(by, kept, &heads, out)?;
-                sums.add(pass.chunks, (own[at], chunk), &key, &value)?;
+                sums.add(pass.chunks, chunks[at], chunk, &key, &value)?;
             }
             back.push(qk);
         }
@@ -136,7 +136,8 @@ impl KeySums {
     fn add(
         &mut self,
         all: &Chunks<'_>,
-        (number, chunk): (u64, &Chunk),
+        number: u64,
+        chunk: &Chunk,
         key: &Tensor,
         value: &Tensor,
     ) -> Result<()> {
@@ -154,23 +155,23 @@ impl KeySums {
     fn finish(self, all: &Chunks<'_>, key: &Tensor, value: &Tensor) -> Result<()> {
         let (dealt, of_row) = (all.shared(), [key.size()[0], key.size()[2], value.size()[1]]);
         let mut give: Vec<Vec<Tensor>> = (0..dealt.degree).map(|_| Vec::new()).collect();
-        let mut mine = Vec::new();
+        let mut sums = Vec::new();
         for (part, mut sum) in self.0 {
             let to = dealt.place_of(part.chunk);
             for (level, first) in levels(all, part, dealt.place) {
                 let block = sum.take(first).ok_or_else(missing)?;
                 if to == dealt.place {
-                    mine.push((part, first, level, block));
+                    sums.push((part, first, level, block));
                 } else {
                     give[to as usize].extend(flat(&block)?);
                 }
             }
         }
-        let own: BTreeSet<KeyPart> = mine.iter().map(|(part, ..)| *part).collect();
-        mine.extend(KeySums::others(all, &own, &give, of_row)?);
-        mine.sort_by_key(|(part, first, ..)| (*part, *first));
-        let mut blocks = mine.into_iter().peekable();
-        for part in own {
+        let parts: BTreeSet<KeyPart> = sums.iter().map(|(part, ..)| *part).collect();
+        sums.extend(KeySums::others(all, &parts, &give, of_row)?);
+        sums.sort_by_key(|(part, first, ..)| (*part, *first));
+        let mut blocks = sums.into_iter().peekable();
+        for part in parts {
             let mut sum = Counter::new();
             while let Some((.., level, block)) = blocks.next_if(|(of, ..)| *of == part) {
                 sum.push_block(level, block)?;
@@ -183,11 +184,11 @@ impl KeySums {
         Ok(())
     }
 
-    /// Sends `give`, and receives the other ranks' blocks for the local keys `own`. `of_row` are heads, numbers, and
+    /// Sends `give`, and receives the other ranks' blocks for the local keys `parts`. `of_row` are heads, numbers, and
     /// numbers of values in a row.
     fn others(
         all: &Chunks<'_>,
-        own: &BTreeSet<KeyPart>,
+        parts: &BTreeSet<KeyPart>,
         give: &[Vec<Tensor>],
         [heads, width, values]: [i64; 3],
     ) -> Result<Vec<Block>> {
@@ -200,7 +201,7 @@ impl KeySums {
         });
         let give = give.collect::<std::result::Result<Vec<_>, _>>()?;
         let expected = |place| {
-            let places = own.iter().filter(move |_| place != dealt.place);
+            let places = parts.iter().filter(move |_| place != dealt.place);
             places.flat_map(move |part| {
                 levels(all, *part, place)
                     .into_iter()

@@ -63,7 +63,7 @@ pub(super) fn shards(pass: &Pass<'_>) -> i64 {
 
 impl Heads {
     /// Frees weights received from another rank: they are fetched again for the backward pass.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn reshard(&mut self) {
         self.proj = Tensor::new();
         self.o_proj = Tensor::new();
     }
@@ -149,8 +149,8 @@ pub(super) fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
             && pair[0].data_ptr() as usize + bytes(pair[0]) == pair[1].data_ptr() as usize
     };
     // A part without rows has no address.
-    let there: Vec<&Tensor> = parts.iter().filter(|part| part.numel() > 0).collect();
-    if let (true, [first, ..]) = (there.windows(2).all(follows), &there[..]) {
+    let filled: Vec<&Tensor> = parts.iter().filter(|part| part.numel() > 0).collect();
+    if let (true, [first, ..]) = (filled.windows(2).all(follows), &filled[..]) {
         let rows: i64 = parts.iter().map(|part| part.size()[0]).sum();
         let width = first.size()[1];
         // Refused where the first one's storage ends earlier: then they are adjacent by chance.

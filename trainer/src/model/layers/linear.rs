@@ -65,8 +65,8 @@ struct Projections {
 impl LayerKind for Linear {
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, query, key) = (config.hidden_size, config.query_size(), config.key_size());
-        let mut own = params.inside("self_attn", "self_attn");
-        let mut matrix = |name: &str, shape| own.matrix(name, name, shape);
+        let mut scope = params.inside("self_attn", "self_attn");
+        let mut matrix = |name: &str, shape| scope.matrix(name, name, shape);
         Linear {
             q_proj: matrix("q_proj.weight", [query, hidden]),
             k_proj: matrix("k_proj.weight", [key, hidden]),
@@ -144,7 +144,7 @@ impl Linear {
     fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Saved>)> {
         let by = recurrence(pass)?;
         let projected = x.iter().map(|x| self.project(pass, x)).collect::<Result<Vec<_>>>()?;
-        let features = projected.iter().map(|own| own.features(pass.config));
+        let features = projected.iter().map(|of_chunk| of_chunk.features(pass.config));
         let features = features.collect::<Result<Vec<_>>>()?;
         let left = |at: usize, span| by.after(&features[at], span, &None);
         let states = CarriedStates::gather(pass, Side::Before, left)?;
@@ -185,23 +185,23 @@ impl Linear {
     ) -> Result<Vec<(Tensor, ParamGrads)>> {
         let by = recurrence(pass)?;
         let (mut features, mut reads, mut gates) = (Vec::new(), Vec::new(), Vec::new());
-        for (own, grad) in saved.iter().zip(grad) {
-            let (read, gate, weight) = self.gate_back(pass, own, grad)?;
-            features.push(own.projected.features(pass.config)?);
+        for (saved_chunk, grad) in saved.iter().zip(grad) {
+            let (read, gate, weight) = self.gate_back(pass, saved_chunk, grad)?;
+            features.push(saved_chunk.projected.features(pass.config)?);
             reads.push(read);
             gates.push((gate, weight));
         }
-        let left = |at: usize, span| by.before(&features[at], (&reads[at], span), &None);
+        let left = |at: usize, span| by.before(&features[at], &reads[at], span, &None);
         let states = CarriedStates::gather(pass, Side::After, left)?;
         let mut found = Vec::new();
         let parts = pass.chunks.iter().zip(saved).zip(gates).enumerate();
-        for (at, ((chunk, own), (gate, out))) in parts {
+        for (at, ((chunk, saved_chunk), (gate, out))) in parts {
             let (after, mut blocks) = (states.of(pass, &by, at)?, Vec::new());
             for span in &chunk.spans {
                 let row = states.row(*span);
-                let earlier = if span.before > 0 { &own.before[row] } else { &None };
+                let earlier = if span.before > 0 { &saved_chunk.before[row] } else { &None };
                 let later = if states.is_last(*span) { &after[row] } else { &None };
-                blocks.extend(by.back(&features[at], (&reads[at], *span), earlier, later)?);
+                blocks.extend(by.back(&features[at], &reads[at], *span, earlier, later)?);
             }
             let [query, key, value] = features[at].back(&blocks, pass.kind)?;
             let weights = [
@@ -210,7 +210,7 @@ impl Linear {
                 (self.v_proj, value),
                 (self.gate_proj, gate),
             ];
-            let (input, [query, key, value, gate]) = inputs(pass, &own.x, weights)?;
+            let (input, [query, key, value, gate]) = inputs(pass, &saved_chunk.x, weights)?;
             found.push((input, [query, key, value, gate, (self.o_proj, out)]));
         }
         Ok(found)
@@ -220,10 +220,10 @@ impl Linear {
     fn gate_back(
         &self,
         pass: &Pass<'_>,
-        own: &Saved,
+        saved: &Saved,
         grad: &Tensor,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        let Saved { heads, denominator, projected, .. } = own;
+        let Saved { heads, denominator, projected, .. } = saved;
         let out = pass.gradient(&grad.f_tr()?, &gated(heads, &projected.gate, pass.kind)?)?;
         let grad = pass.ops.matmul(grad, &pass.weights[self.o_proj])?.f_to_kind(Kind::Float)?;
         let (keys, of) = (pass.config.num_key_value_heads, [heads, denominator, &projected.gate]);
@@ -270,17 +270,17 @@ impl CarriedStates {
         if pass.chunks.count() == 1 {
             return Ok(carried);
         }
-        let mut own = Vec::new();
+        let mut states_here = Vec::new();
         for (at, chunk) in pass.chunks.iter().enumerate() {
             let ends = chunk.spans.iter().filter(|span| match side {
                 Side::Before => carried.is_last(**span),
                 Side::After => span.start % width == 0,
             });
             let states = ends.filter_map(|span| left(at, *span).transpose());
-            own.push(Tensor::f_stack(&states.collect::<Result<Vec<_>>>()?, 0)?);
+            states_here.push(Tensor::f_stack(&states.collect::<Result<Vec<_>>>()?, 0)?);
         }
         let (keys, dim) = (config.num_key_value_heads, config.head_dim);
-        let flat = Tensor::f_stack(&own, 0)?.f_view([own.len() as i64, -1])?;
+        let flat = Tensor::f_stack(&states_here, 0)?.f_view([states_here.len() as i64, -1])?;
         let all = pass.chunks.of_all("states of chunks", &flat)?;
         carried.all = Some(all.f_view([all.size()[0], -1, keys, dim, dim + 1])?);
         Ok(carried)
@@ -299,9 +299,9 @@ impl CarriedStates {
             let reached = (tokens + self.width - 1) / self.width;
             let mut state = None;
             for far in (1..=reached).rev() {
-                let own = all.f_select(0, chunk + step * far)?.f_select(0, row)?;
+                let next = all.f_select(0, chunk + step * far)?.f_select(0, row)?;
                 let len = self.width.min(tokens - (far - 1) * self.width);
-                state = Some(by.join(&own, &state, len)?);
+                state = Some(by.join(&next, &state, len)?);
             }
             Ok(state)
         });

@@ -44,10 +44,10 @@ impl LayerKind for Mlp {
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
         let (wide, narrow) = ([inner, hidden], [hidden, inner]);
-        let mut own = params.inside("mlp", "mlp");
+        let mut scope = params.inside("mlp", "mlp");
         let mut matrix = |name: &str, shape: [i64; 2], dim| {
-            let id = own.matrix(name, name, shape);
-            own.cut(id, Sharding::new(&shape, dim, 1, inner))
+            let id = scope.matrix(name, name, shape);
+            scope.cut(id, Sharding::new(&shape, dim, 1, inner))
         };
         Mlp {
             gate: matrix("gate_proj.weight", wide, 0),
@@ -84,9 +84,9 @@ impl Layer for Mlp {
         let _watch = part(StepPart::Experts);
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
         for group in x.chunks(pass.together(x.len())) {
-            for (out, own) in self.compute(pass, group).map_err(refused)? {
+            for (out, saved_chunk) in self.compute(pass, group).map_err(refused)? {
                 outs.push(out);
-                saved.push(Some(own));
+                saved.push(Some(saved_chunk));
             }
         }
         Ok(Forward { out: outs, state, counts: None, saved })
@@ -107,8 +107,8 @@ impl Layer for Mlp {
             let mut passing = Vec::new();
             for chunk in group {
                 let twice = || Fault::bug("a chunk comes back twice");
-                let own = saved[*chunk].take().ok_or_else(twice)?;
-                passing.push(BackwardChunk::new(own, &grad[*chunk]));
+                let saved_chunk = saved[*chunk].take().ok_or_else(twice)?;
+                passing.push(BackwardChunk::new(saved_chunk, &grad[*chunk]));
             }
             let back = self.compute_back(pass, passing).map_err(refused)?;
             for (chunk, (x, [gate, up, down])) in group.iter().zip(back) {
@@ -180,10 +180,10 @@ impl Mlp {
         if let Some(came) = came {
             return Ok(came);
         }
-        let own = share(pass.config.moe_intermediate_size, pass.shards, shard);
-        let side = |weight: ParamId| rows(&pass.weights[weight], std::slice::from_ref(&own));
+        let range = share(pass.config.moe_intermediate_size, pass.shards, shard);
+        let side = |weight: ParamId| rows(&pass.weights[weight], std::slice::from_ref(&range));
         let [gate, up] = [side(self.gate)?, side(self.up)?];
-        Ok([gate, up, columns(&pass.weights[self.down], own)?])
+        Ok([gate, up, columns(&pass.weights[self.down], range)?])
     }
 }
 

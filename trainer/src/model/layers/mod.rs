@@ -5,11 +5,12 @@
 //! linear  linear attention
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward
-//! norm  RMS norm, residual scaling        head  loss without all logits
+//! norm  RMS norm, residual scaling        embedding  of tokens        head  loss without all logits
 //! ```
 
 pub(super) mod cca;
 mod cca_back;
+pub(super) mod embedding;
 mod experts;
 pub(super) mod head;
 mod heads;

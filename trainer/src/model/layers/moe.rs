@@ -83,7 +83,8 @@ impl Moe {
     fn chunk_back(
         &self,
         pass: &Pass<'_>,
-        (x, router): (Tensor, RouterSaved),
+        x: Tensor,
+        router: RouterSaved,
         experts: experts::Grads,
         state: Option<&Tensor>,
         sink: &mut ChunkGradients<'_, '_>,
@@ -161,9 +162,9 @@ impl Layer for Moe {
                 let _watch = part(StepPart::ExpertsBack);
                 self.experts.backward(pass, experts, &grads).map_err(refused)?
             };
-            for (chunk, (own, experts)) in group.iter().zip(own.into_iter().zip(experts)) {
+            for (chunk, ((x, router), experts)) in group.iter().zip(own.into_iter().zip(experts)) {
                 let (state, mut sink) = (states[*chunk].as_ref(), sink.of(*chunk));
-                found[*chunk] = Some(self.chunk_back(pass, own, experts, state, &mut sink)?);
+                found[*chunk] = Some(self.chunk_back(pass, x, router, experts, state, &mut sink)?);
             }
         }
         let (x, states): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();

@@ -127,11 +127,12 @@ impl Residual {
     pub(in crate::model) fn forward_norm(
         &self,
         pass: &Pass<'_>,
-        (out, residual): (&Tensor, &Tensor),
+        out: &Tensor,
+        residual: &Tensor,
         norm: &RmsNorm,
     ) -> Result<(Tensor, (Tensor, SavedNorm))> {
-        let by = (&pass.weights[norm.weight], norm.eps);
-        let made = pass.ops.residual_norm(out, residual, self.scaling(pass), by);
+        let (weight, by) = (&pass.weights[norm.weight], self.scaling(pass));
+        let made = pass.ops.residual_norm(out, residual, by, weight, norm.eps);
         let [sum, normed, factor] = made.map_err(refused)?;
         let x = sum.shallow_clone();
         Ok((sum, (normed, SavedNorm { x, factor })))
@@ -141,8 +142,10 @@ impl Residual {
     pub(in crate::model) fn backward_norm(
         &self,
         pass: &Pass<'_>,
-        (out, residual): (&Tensor, &Tensor),
-        (norm, returned): (&RmsNorm, NormOutputGrads),
+        out: &Tensor,
+        residual: &Tensor,
+        norm: &RmsNorm,
+        returned: NormOutputGrads,
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<(Tensor, Tensor)> {
         let (by, back) = (self.scaling(pass), norm.back(pass, &returned));

@@ -105,7 +105,7 @@ fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
     write("loss", json!({"step": 7, "lost": [0, 3], "left": [1, 2], "seconds": 0.1}));
     write("start", json!({"from_step": 6, "recorded": 7, "device": "cpu", "workers": 2}));
     write("recovered", json!({"step": 8, "seconds": 0.4, "again": 1}));
-    write("strangers", json!({"step": 8, "refused": 3, "last": "10.0.0.7:4242 (a proof)"}));
+    write("unauthenticated", json!({"step": 8, "refused": 3, "last": "10.0.0.7:4242 (a proof)"}));
     log.refresh().unwrap();
     let kinds: Vec<(NotableEventKind, u64)> =
         log.happenings.iter().map(|one| (one.kind, one.step)).collect();
@@ -114,7 +114,7 @@ fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
         (NotableEventKind::Loss, 7),
         (NotableEventKind::Start, 6),
         (NotableEventKind::Recovered, 8),
-        (NotableEventKind::Strangers, 8),
+        (NotableEventKind::Unauthenticated, 8),
     ];
     assert_eq!(kinds, wanted);
     assert!(log.happenings[1].words.contains("0, 3") && log.happenings[4].words.contains("far: 3"));

@@ -18,10 +18,10 @@ pub(super) struct FailureEvent<'a> {
 }
 
 /// Prints and records it. A run without a folder has no events.
-pub(super) fn tell(events: &Path, happened: &FailureEvent<'_>) {
-    let FailureEvent { cause, rank, action, what, host } = happened;
-    let who = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
-    contract::note!("supervisor: {}{who} ({what}): {}", cause.name(), action.name());
+pub(super) fn record_failure(events: &Path, failure: &FailureEvent<'_>) {
+    let FailureEvent { cause, rank, action, what, host } = failure;
+    let of_rank = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
+    contract::note!("supervisor: {}{of_rank} ({what}): {}", cause.name(), action.name());
     if events.is_file() {
         let fields =
             json!({"cause": cause, "rank": rank, "action": action, "what": what, "host": host});

@@ -25,15 +25,15 @@ fn keyed(rank: u32, world: u32, port: u16) -> RankAddress {
 fn refused(store: &KeyValueStore, count: u64) -> UnauthenticatedConnections {
     let start = Instant::now();
     loop {
-        let strangers = store.strangers().unwrap();
-        if strangers.refused >= count || start.elapsed() > SECONDS {
-            return strangers;
+        let unauthenticated = store.unauthenticated().unwrap();
+        if unauthenticated.refused >= count || start.elapsed() > SECONDS {
+            return unauthenticated;
         }
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-fn stranger(port: u16) -> TcpStream {
+fn connect_unauthenticated(port: u16) -> TcpStream {
     TcpStream::connect(("127.0.0.1", port)).unwrap()
 }
 
@@ -42,20 +42,20 @@ fn whoever_has_another_key_or_none_is_refused_at_once_and_counted() {
     let start = Instant::now();
     let keys = [key(), RunKey::of("the secret of another run"), RunKey::default()];
     for ours in &keys {
-        let (store, mut strangers) = (serve(ours), 0);
-        for theirs in &keys {
+        let (store, mut unauthenticated) = (serve(ours), 0);
+        for callers_key in &keys {
             let caller =
-                KeyValueStore::connect("127.0.0.1", store.port(), "test/", theirs, SECONDS);
-            match (caller, ours == theirs) {
+                KeyValueStore::connect("127.0.0.1", store.port(), "test/", callers_key, SECONDS);
+            match (caller, ours == callers_key) {
                 (Ok(caller), true) => {
                     caller.set("key", "value").unwrap();
                     assert_eq!(store.find("key").unwrap().as_deref(), Some("value"));
                 }
                 (Err(Error::Stranger { what }), false) => {
                     assert!(what.contains("it refused this rank's run key"), "{what}");
-                    strangers += 1;
-                    let counted = refused(&store, strangers);
-                    assert_eq!(counted.refused, strangers);
+                    unauthenticated += 1;
+                    let counted = refused(&store, unauthenticated);
+                    assert_eq!(counted.refused, unauthenticated);
                     assert!(counted.last.contains("127.0.0.1:"), "{counted:?}");
                     assert!(counted.last.contains("proof"), "{counted:?}");
                 }
@@ -74,7 +74,7 @@ fn what_was_overheard_lets_nobody_in() {
     let (near, port) = (ears.local_addr().unwrap().port(), store.port());
     let overheard = thread::spawn(move || {
         let (mut caller, _) = ears.accept().unwrap();
-        let mut store = stranger(port);
+        let mut store = connect_unauthenticated(port);
         let (mut greeting, mut said, mut verdict) = ([0; 64], [0; 64], [0; 33]);
         store.read_exact(&mut greeting).unwrap();
         caller.write_all(&greeting).unwrap();
@@ -88,7 +88,7 @@ fn what_was_overheard_lets_nobody_in() {
     let (greeting, said, verdict) = overheard.join().unwrap();
     assert_eq!(verdict[0], 1, "whom it was overheard from was let in");
     // Replayed to the store, as if from that caller.
-    let mut again = stranger(port);
+    let mut again = connect_unauthenticated(port);
     let (mut other, mut answer) = ([0; 64], [0; 33]);
     again.read_exact(&mut other).unwrap();
     again.write_all(&said).unwrap();
@@ -126,7 +126,7 @@ fn a_port_of_another_program_is_told() {
 
 /// Callers that send nothing, something else, too much, a part, or disconnect.
 fn pester(port: u16, round: usize) -> Option<TcpStream> {
-    let mut stream = stranger(port);
+    let mut stream = connect_unauthenticated(port);
     let said = match round % 5 {
         0 => return Some(stream),
         1 => b"GET / HTTP/1.1\r\nHost: a run of somebody else, who has no key for it\r\n\r\n"
@@ -155,7 +155,7 @@ fn strangers_disturb_neither_a_meeting_nor_a_run() {
                     thread::sleep(Duration::from_millis(4));
                 }
                 group.barrier("the end").unwrap();
-                group.strangers()
+                group.unauthenticated()
             })
         });
         open.extend((0..200).filter_map(|round| pester(port, round)));
@@ -252,15 +252,15 @@ fn strangers_at_a_store_that_is_kept_ready_are_counted_too() {
                 let said = meeting.unwrap().find("ready/1").unwrap().unwrap();
                 let standby = said.split(' ').next().unwrap().parse().unwrap();
                 if rank == 1 {
-                    (0..3).for_each(|_| drop(stranger(standby)));
-                    while ready.strangers().unwrap().refused < 3 {
-                        rendezvous.tell_of_strangers();
+                    (0..3).for_each(|_| drop(connect_unauthenticated(standby)));
+                    while ready.unauthenticated().unwrap().refused < 3 {
+                        rendezvous.report_unauthenticated();
                         thread::sleep(Duration::from_millis(5));
                     }
-                    rendezvous.tell_of_strangers();
+                    rendezvous.report_unauthenticated();
                 }
                 group.barrier("the end").unwrap();
-                assert_eq!(group.strangers().refused, 3);
+                assert_eq!(group.unauthenticated().refused, 3);
                 group.barrier("the very end").unwrap();
             });
         }

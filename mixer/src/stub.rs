@@ -21,7 +21,7 @@ struct StoreStub {
 }
 
 /// Reads a store stub; `None` if the text has no `[[source]]`.
-pub fn described_store(text: &str, name: &str) -> Result<Option<Vec<SourceFacts>>> {
+pub fn store_stub(text: &str, name: &str) -> Result<Option<Vec<SourceFacts>>> {
     let file = File::new(name, text);
     if !file.parse::<Table>()?.contains_key("source") {
         return Ok(None);
