@@ -17,14 +17,14 @@
 //! to the second. A banned document keeps its position; only its text is hidden in samples from S on.
 //!
 //! A source with packed documents permutes packs instead of windows, so a sample has several [`Span`]s. The content of
-//! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights or batch size can be added
-//! without another clock: it gives a phase other closed forms of the same queries ([`mixing::Mixing`]: pick, count,
-//! nth; [`DataPlan::step`]).
+//! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights needs no other clock: it
+//! gives a phase other closed forms of the same queries ([`mixing::Mixing`]: pick, count, nth).
 
 #![forbid(unsafe_code)]
 
 mod banning;
 mod bans;
+mod constant;
 mod described;
 mod digest;
 pub mod fit;
@@ -36,13 +36,14 @@ mod packing;
 pub mod packs;
 pub mod plan;
 mod planning;
+mod ramp;
 mod remainder;
 pub mod sample;
 mod segment;
 mod visits;
 
 pub use bans::Ban;
-pub use curriculum::{Curriculum, CurriculumDifference, RemainderRule};
+pub use curriculum::{Curriculum, CurriculumDifference, Mix, MixWeights, RemainderRule};
 pub use described::described_store;
 pub use digest::{PLAN_VERSION, check_version};
 pub use makeup::Composition;

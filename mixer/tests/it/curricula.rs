@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use mixer::{Curriculum, DataPlan, described_store};
+use mixer::{Curriculum, DataPlan, Mix, described_store};
 
 fn plan(name: &str) -> (Curriculum, DataPlan) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula");
@@ -54,7 +54,7 @@ fn the_recipe_says_what_is_published() {
     assert_eq!((curriculum.optimizer.lr, curriculum.schedule.final_lr), (6e-4, 2e-4));
     let theta = |phase| curriculum.model_at(phase).0["rope_theta"].as_float();
     assert_eq!([theta(0), theta(1), theta(2)], [Some(1e4), Some(1e4), Some(1e6)]);
-    let mix = &curriculum.phases[2].mix;
+    let Mix::Constant(mix) = &curriculum.phases[2].mix else { panic!("a ramp") };
     let share = |name: &str| mix[name].num() as f64 / mix[name].den() as f64;
     assert_eq!(share("reasoning-32k"), 86.1);
     assert!((share("web") + share("multilingual") - 5.7).abs() < 1e-9);

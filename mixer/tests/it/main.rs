@@ -6,4 +6,6 @@ mod curricula;
 mod curriculum;
 mod edits;
 mod mixing;
+mod naive;
 mod oracle;
+mod ramps;
