@@ -76,14 +76,18 @@ impl MixCurve {
         }
     }
 
-    /// Adds its canonical keys.
-    pub(super) fn write(&self, pairs: &mut Vec<String>) {
-        let name = match self {
+    /// Its name in a curriculum.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
             MixCurve::Linear => "linear",
             MixCurve::Cosine => "cosine",
             MixCurve::Table(_) => "table",
-        };
-        pairs.push(format!("curve = \"{name}\""));
+        }
+    }
+
+    /// Adds its canonical keys.
+    pub(super) fn write(&self, pairs: &mut Vec<String>) {
+        pairs.push(format!("curve = \"{}\"", self.name()));
         if let MixCurve::Table(parts) = self {
             let number = |part: &Ratio| match part.den() {
                 1 => part.to_string(),

@@ -191,6 +191,14 @@ impl Mix {
         self.sources() == other.sources() && self.weights() == other.weights()
     }
 
+    /// The name of a ramp's curve.
+    pub fn curve(&self) -> Option<&'static str> {
+        match self {
+            Mix::Constant(_) => None,
+            Mix::Ramp { curve, .. } => Some(curve.name()),
+        }
+    }
+
     /// Whether it changes within its phase.
     pub fn is_ramp(&self) -> bool {
         matches!(self, Mix::Ramp { .. })
@@ -272,7 +280,7 @@ impl Mix {
     }
 
     /// Its canonical text: weights as integers without a common divisor.
-    pub(super) fn text(&self) -> String {
+    pub fn text(&self) -> String {
         match self {
             Mix::Constant(weights) => weights_text(weights),
             Mix::Ramp { from, to, curve } => {

@@ -64,3 +64,27 @@ fn the_recipe_says_what_is_published() {
     );
     assert!((mix.keys().map(|name| share(name)).sum::<f64>() - 100.0).abs() < 1e-9);
 }
+
+#[test]
+fn stores_can_be_described() {
+    let text = "[[source]]\nname = \"web\"\ntokens = 9_000_000_000_000\ndocuments = 10\n\n\
+                [[source]]\nname = \"code\"\ntokens = 5\ndocuments = 1\nunit = 64\n";
+    let found = described_store(text, "d.toml").unwrap().unwrap();
+    assert_eq!(found[0].name, "web");
+    assert_eq!(
+        (found[0].tokens, found[0].documents, found[0].unit),
+        (9_000_000_000_000, 10, 131_072)
+    );
+    assert_eq!((found[1].tokens, found[1].unit), (5, 64));
+    assert_eq!(described_store("tokenizer = \"t\"", "d.toml").unwrap(), None);
+    for (from, to, word) in [
+        ("tokens = 5", "token = 5", "d.toml:8:1"),
+        ("tokens = 5\n", "", "d.toml:6:1"),
+        ("\"code\"", "\"web\"", "two sources"),
+        ("unit = 64", "unit = 0", "unit 0"),
+        ("tokens = 5", "files = [\"x\"]", "name, tokens, documents, unit"),
+    ] {
+        let told = described_store(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
+        assert!(told.contains(word), "{told}");
+    }
+}

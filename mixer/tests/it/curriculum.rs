@@ -2,9 +2,7 @@
 
 use contract::{Class, Ratio};
 use curriculum::{Amendment, Dtype, NewtonSchulzForm, OptimizerKind};
-use mixer::{
-    Curriculum, CurriculumDifference, DataPlan, Mix, MixWeights, SourceFacts, described_store,
-};
+use mixer::{Curriculum, CurriculumDifference, DataPlan, Mix, MixWeights, SourceFacts};
 use proptest::prelude::*;
 
 const WHOLE: &str = r#"store = ["a/store", "b/store"]
@@ -50,11 +48,11 @@ mix = { web = 1, math = 1e-6 }
 model = { rope_theta = 1e6 }
 "#;
 
-fn parse(text: &str) -> Curriculum {
+pub(crate) fn parse(text: &str) -> Curriculum {
     Curriculum::parse(text, "c.toml").unwrap()
 }
 
-fn edited(from: &str, to: &str) -> String {
+pub(crate) fn edited(from: &str, to: &str) -> String {
     assert!(WHOLE.contains(from), "the text has no {from:?}");
     WHOLE.replacen(from, to, 1)
 }
@@ -108,7 +106,7 @@ fn every_key_arrives() {
 }
 
 /// Constant weights.
-fn whole<const N: usize>(weights: [u64; N]) -> Option<MixWeights> {
+pub(crate) fn whole<const N: usize>(weights: [u64; N]) -> Option<MixWeights> {
     Some(MixWeights::Constant(weights.to_vec()))
 }
 
@@ -551,30 +549,6 @@ fn an_edit_matters_from_a_known_step() {
     }
     let told = parse(WHOLE).difference(&parse(&edited("lr = 1e-2", "lr = 2e-2")))[0].to_string();
     assert!(told.contains("optimizer.lr") && told.contains("step 1"), "{told}");
-}
-
-#[test]
-fn stores_can_be_described() {
-    let text = "[[source]]\nname = \"web\"\ntokens = 9_000_000_000_000\ndocuments = 10\n\n\
-                [[source]]\nname = \"code\"\ntokens = 5\ndocuments = 1\nunit = 64\n";
-    let found = described_store(text, "d.toml").unwrap().unwrap();
-    assert_eq!(found[0].name, "web");
-    assert_eq!(
-        (found[0].tokens, found[0].documents, found[0].unit),
-        (9_000_000_000_000, 10, 131_072)
-    );
-    assert_eq!((found[1].tokens, found[1].unit), (5, 64));
-    assert_eq!(described_store("tokenizer = \"t\"", "d.toml").unwrap(), None);
-    for (from, to, word) in [
-        ("tokens = 5", "token = 5", "d.toml:8:1"),
-        ("tokens = 5\n", "", "d.toml:6:1"),
-        ("\"code\"", "\"web\"", "two sources"),
-        ("unit = 64", "unit = 0", "unit 0"),
-        ("tokens = 5", "files = [\"x\"]", "name, tokens, documents, unit"),
-    ] {
-        let told = described_store(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
-        assert!(told.contains(word), "{told}");
-    }
 }
 
 proptest! {

@@ -8,4 +8,5 @@ mod edits;
 mod mixing;
 mod naive;
 mod oracle;
+mod ramp_keys;
 mod ramps;
