@@ -342,6 +342,7 @@ fn type_of(schema: &Value, field: &Value) -> String {
 fn table_of<'a>(schema: &'a Value, name: &str) -> &'a Value {
     let mut field = match name {
         "" => schema,
+        name if schema["properties"][name].is_null() => &schema["$defs"][name],
         name => &schema["properties"][name],
     };
     loop {

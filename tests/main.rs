@@ -56,6 +56,7 @@ mod prepare;
 mod pretended;
 mod python;
 #[cfg(feature = "train")]
+mod ramps;
 mod ranks;
 #[cfg(feature = "train")]
 mod recipes;

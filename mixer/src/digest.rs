@@ -1,6 +1,7 @@
 //! The plan digest up to a step: covers only what affects the steps up to it.
 //!
 //! It does not change if a phase is lengthened, a later phase is added, or a source is added that is not used by then.
+//! Only a ramp is another one in a longer phase, which stretches it.
 
 use contract::{Digest, Digestible, Fault, Hasher, Result};
 use curriculum::RemainderRule;
@@ -84,13 +85,11 @@ fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &m
         seq_len,
         remainder,
         uses,
-        mixing: _,
+        mixing,
         mix_key: _,
     } = phase;
-    hasher.u64(steps).u64(*batch).u64(*micro_batch).u64(u64::from(*seq_len)).u64(uses.len() as u64);
-    for part in uses {
-        hasher.str(&sources[part.source].name).u64(part.weight);
-    }
+    hasher.u64(steps).u64(*batch).u64(*micro_batch).u64(u64::from(*seq_len));
+    mixing.feed(uses.iter().map(|part| sources[part.source].name.as_str()), hasher);
     // Uncut micro-batches add nothing: digests stay those from before cuts existed.
     if (*context_chunks, *weight_shards) != (1, 1) {
         hasher.tag("cut.v1").u64(*context_chunks).u64(*weight_shards);

@@ -17,15 +17,15 @@
 //! to the second. A banned document keeps its position; only its text is hidden in samples from S on.
 //!
 //! A source with packed documents permutes packs instead of windows, so a sample has several [`Span`]s. The content of
-//! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights or batch size can be added
-//! without another clock: it gives a phase other closed forms of the same queries ([`mixing::Mixing`]: pick, count,
-//! nth; [`DataPlan::step`]).
+//! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights needs no other clock: it
+//! gives a phase other closed forms of the same queries ([`mixing::Mixing`]: pick, count, nth).
 
 #![forbid(unsafe_code)]
 
 mod banning;
 mod bans;
 mod composition;
+mod constant;
 mod digest;
 pub mod fit;
 mod limits;
@@ -35,6 +35,7 @@ mod packing;
 pub mod packs;
 pub mod plan;
 mod planning;
+mod ramp;
 mod remainder;
 pub mod sample;
 mod segment;
@@ -44,7 +45,7 @@ mod visits;
 
 pub use bans::Ban;
 pub use composition::Composition;
-pub use curriculum::{Curriculum, CurriculumDifference, RemainderRule};
+pub use curriculum::{Curriculum, CurriculumDifference, Mix, MixWeights, RemainderRule};
 pub use digest::{PLAN_VERSION, check_version};
 pub use packs::{PackPlace, PackTable, PackedLength};
 pub use plan::{DataPlan, PackTables, PhasePlan, SourceState, SourceUse};

@@ -52,7 +52,7 @@ fn fault(
     let limit_key = format!("source.{name}.max_epochs");
     let place = match curriculum.sources.contains_key(name) {
         true => curriculum.place(&limit_key),
-        false => curriculum.place(&format!("{}.{name}", phase.mix_key)),
+        false => curriculum.mix_place(&phase.mix_key, name),
     };
     let also: Vec<String> = others
         .iter()

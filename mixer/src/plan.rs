@@ -71,8 +71,6 @@ pub struct PhasePlan {
 pub struct SourceUse {
     /// Index into [`DataPlan::sources`].
     pub source: usize,
-    /// Its integer weight.
-    pub weight: u64,
     /// Its samples.
     pub samples: u64,
     /// Its tokens, without padding.

@@ -48,14 +48,14 @@ impl DataPlan {
     fn segment_plan(
         &mut self,
         curriculum: &Curriculum,
-        PhaseSegment { phase: index, spec: phase, mix_key }: &PhaseSegment,
+        PhaseSegment { phase: index, spec: phase, mix_key, mix_steps }: &PhaseSegment,
         cursors: &mut [Cursor],
     ) -> Result<PhasePlan> {
-        let weights = phase.weights().expect("checked when the phase was read");
-        let mixing = Mixing::new(&weights);
+        let weights = phase.mix.weights().expect("checked when the phase was read");
+        let mixing = Mixing::new(&weights, mix_steps * phase.batch);
         let counts = mixing.counts(phase.samples());
-        let mut uses = Vec::with_capacity(weights.len());
-        for ((name, weight), samples) in phase.mix.keys().zip(weights).zip(counts) {
+        let mut uses = Vec::with_capacity(counts.len());
+        for (name, samples) in phase.mix.sources().into_iter().zip(counts) {
             let source = self.source_of(curriculum, phase, mix_key, name)?;
             let facts = &self.sources[source];
             let packs = self.packs.get(&facts.name);
@@ -67,7 +67,7 @@ impl DataPlan {
             let tokens_before = order.tokens_before(segment.start());
             let tokens = order.tokens_before(&after) - tokens_before;
             cursors[source] = after.clone();
-            uses.push(SourceUse { source, weight, samples, tokens, tokens_before, after, segment });
+            uses.push(SourceUse { source, samples, tokens, tokens_before, after, segment });
         }
         Ok(PhasePlan {
             name: phase.name.clone(),
@@ -95,7 +95,7 @@ impl DataPlan {
         mix_key: &str,
         name: &str,
     ) -> Result<usize> {
-        let place = || curriculum.place(&format!("{mix_key}.{name}"));
+        let place = || curriculum.mix_place(mix_key, name);
         let seq_len = || curriculum.place(&format!("phase.{}.seq_len", phase.name));
         let Some(source) = self.sources.iter().position(|facts| facts.name == name) else {
             return Err(unknown(name, names(&self.sources)).at(place()));

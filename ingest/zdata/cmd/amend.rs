@@ -9,7 +9,7 @@ use contract::{Fault, Ratio, Result, counted, note, shell};
 use curriculum::{AddedStore, Amendment, ChangedHyperparameter, NumbersChange};
 use ingest::progress::meanwhile;
 use loader::{OpenedCurriculum, Stores, steps_without_labels, without_labels};
-use mixer::DataPlan;
+use mixer::{DataPlan, Mix};
 use serde::Serialize;
 use settings::File;
 use store::{Location, Split, Store, disk, regular};
@@ -139,7 +139,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         ban.entry(one.source.clone()).or_default().insert(one.document);
     }
     let store = args.store.as_ref().map(|store| added(store, &path)).transpose()?;
-    let mix = args.mix.clone().unwrap_or_default();
+    let mix = args.mix.clone().map(Mix::Constant);
     let numbers = numbers(&args.set)?;
     let skip = args.skip.is_some();
     let amendment = Amendment { step, mix, ban, store, numbers, skip };

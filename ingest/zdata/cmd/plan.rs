@@ -4,7 +4,9 @@
 use contract::Result;
 use ingest::inspect::{grouped as count, many};
 use loader::{OpenedCurriculum, steps_without_labels, without_labels};
-use mixer::{Ban, Composition, Curriculum, DataPlan, PackedLength, SourceFacts};
+use mixer::{
+    Ban, Composition, Curriculum, DataPlan, MixWeights, PackedLength, PhasePlan, SourceFacts,
+};
 use serde::Serialize;
 use store::Location;
 
@@ -84,17 +86,21 @@ struct PhaseRow {
     composition: Composition,
     /// The plan digest up to the phase's last step.
     digest: String,
+    /// The curve of a ramp: `linear`, `cosine` or `table`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    curve: Option<&'static str>,
     sources: Vec<UseRow>,
 }
 
 #[derive(Serialize)]
 struct UseRow {
     name: String,
-    /// The weight as an integer, without a divisor that all weights of the phase share.
-    weight: u64,
-    /// The same as the curriculum says it.
-    typed: String,
-    share: f64,
+    /// The weight at the phase's first sample.
+    #[serde(flatten)]
+    weight: WeightRow,
+    /// Behind its last one, where the mix is a ramp.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    end: Option<WeightRow>,
     samples: u64,
     tokens: u64,
     padding: u64,
@@ -102,6 +108,15 @@ struct UseRow {
     composition: Composition,
     epochs_before: f64,
     epochs_after: f64,
+}
+
+#[derive(Serialize)]
+struct WeightRow {
+    /// The weight as an integer, without a divisor that all weights of the phase share.
+    weight: u64,
+    /// The same as the curriculum says it; 0 where a mix lacks the source.
+    typed: String,
+    share: f64,
 }
 
 #[derive(Serialize)]
@@ -261,7 +276,7 @@ impl BanRow {
 impl PhaseRow {
     fn new(plan: &DataPlan, curriculum: &Curriculum, index: usize) -> Self {
         let phase = &plan.phases()[index];
-        let weights: u64 = phase.uses.iter().map(|part| part.weight).sum();
+        let curve = curriculum.segments()[index].spec.mix.curve();
         let mut composition = Composition::default();
         let sources: Vec<UseRow> = phase
             .uses
@@ -271,12 +286,11 @@ impl PhaseRow {
                 let of_source = plan.composition(index, entry);
                 composition += of_source;
                 let facts = &plan.sources()[part.source];
-                let typed = curriculum.typed(&format!("{}.{}", phase.mix_key, facts.name));
+                let [weight, end] = weights(phase, curriculum, (entry, &facts.name));
                 UseRow {
                     name: facts.name.clone(),
-                    weight: part.weight,
-                    typed: typed.map_or_else(|| part.weight.to_string(), unquoted),
-                    share: part.weight as f64 / weights as f64,
+                    weight,
+                    end: curve.is_some().then_some(end),
                     samples: part.samples,
                     tokens: part.tokens,
                     padding: part.samples * u64::from(phase.seq_len) - part.tokens,
@@ -301,6 +315,7 @@ impl PhaseRow {
             padding: sources.iter().map(|source| source.padding).sum(),
             composition,
             digest: plan.digest_through(phase.last_step()).to_string(),
+            curve,
             sources,
         }
     }
@@ -309,14 +324,15 @@ impl PhaseRow {
         let PhaseRow { name, first_step, last_step, steps, seq_len, batch, micro_batch, .. } = self;
         let name = output::plain(name);
         let mut out = format!(
-            "phase {name}: {}, {} to {}; {} of {} in a step, {} in a micro-batch{}\n",
+            "phase {name}: {}, {} to {}; {} of {} in a step, {} in a micro-batch{}{}\n",
             many(*steps, "step"),
             count(*first_step),
             count(*last_step),
             many(*batch, "sequence"),
             many(u64::from(*seq_len), "token"),
             count(*micro_batch),
-            self.cut()
+            self.cut(),
+            self.curve.map_or_else(String::new, |curve| format!("; a {curve} ramp"))
         );
         let head =
             ["source", "weight", "share", "sequences", "tokens", "padding", "epochs from", "to"];
@@ -359,11 +375,15 @@ impl PhaseRow {
 
 impl UseRow {
     fn cells(&self) -> [String; 8] {
-        let UseRow { name, typed, share, samples, tokens, padding, .. } = self;
+        let UseRow { name, weight, end, samples, tokens, padding, .. } = self;
+        let at = |of: &dyn Fn(&WeightRow) -> String| {
+            let all: Vec<String> = std::iter::once(weight).chain(end).map(of).collect();
+            all.join(" to ")
+        };
         [
             output::plain(name),
-            output::plain(typed),
-            format!("{:.2} %", share * 100.0),
+            at(&|weight| output::plain(&weight.typed)),
+            at(&|weight| format!("{:.2}", weight.share * 100.0)) + " %",
             count(*samples),
             count(*tokens),
             count(*padding),
@@ -371,6 +391,28 @@ impl UseRow {
             decimals(self.epochs_after),
         ]
     }
+}
+
+/// The weights of a source (its number in the phase, its name) at the two ends of a phase.
+fn weights(
+    phase: &PhasePlan,
+    curriculum: &Curriculum,
+    (entry, name): (usize, &str),
+) -> [WeightRow; 2] {
+    let sides: [(&[u64], &str); 2] = match phase.mixing.weights() {
+        MixWeights::Constant(weights) => [(weights, ""), (weights, "")],
+        MixWeights::Ramp { from, to, knots: _ } => [(from, ".from"), (to, ".to")],
+    };
+    let row = |weights: &[u64], side: &str, sample: u64| {
+        let typed = curriculum.typed(&format!("{}{side}.{name}", phase.mix_key));
+        WeightRow {
+            weight: weights[entry],
+            typed: typed.map_or_else(|| weights[entry].to_string(), unquoted),
+            share: phase.mixing.share(entry, sample),
+        }
+    };
+    let [start, end] = sides;
+    [row(start.0, start.1, 0), row(end.0, end.1, phase.samples())]
 }
 
 /// A value as typed, without the quotes of a string.

@@ -189,7 +189,7 @@ fn reaches_data(edit: &CurriculumDifference, begun: &Curriculum, now: &Curriculu
     let read = |of: &Curriculum, number: usize| {
         let one = of.amendments.get(number)?;
         let store = one.store.as_ref().map(|store| store.digest.clone());
-        let idle = one.mix.is_empty() && one.ban.is_empty() && store.is_none();
+        let idle = one.mix.is_none() && one.ban.is_empty() && store.is_none();
         (!idle).then(|| (one.step, one.mix.clone(), one.ban.clone(), store))
     };
     match keys.as_slice() {

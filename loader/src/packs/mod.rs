@@ -29,8 +29,7 @@ const READ_TOKENS: u64 = 1 << 26;
 pub(crate) fn tables(curriculum: &Curriculum, stores: &Stores) -> Result<PackTables> {
     let mut tables = PackTables::new();
     for (source, spec) in &curriculum.sources {
-        let read = |mix: &std::collections::BTreeMap<String, _>| mix.contains_key(source);
-        let in_phase = curriculum.segments().iter().any(|segment| read(&segment.spec.mix));
+        let in_phase = curriculum.segments().iter().any(|segment| segment.spec.mix.has(source));
         if let Some(packing) = spec.packing.as_ref().filter(|_| in_phase)
             && stores.number(source).is_some()
         {

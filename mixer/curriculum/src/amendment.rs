@@ -11,12 +11,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
 use std::ops::Range;
 
-use contract::{Fault, Ratio, Result};
+use contract::{Fault, Result};
 use schemars::JsonSchema;
 use serde::Deserialize;
 use settings::{File, Spanned, Table};
 
-use super::mix::{SUM, Weight, mix_of, mix_text};
+use super::mix::{Mix, MixText};
 use super::numbers::{
     AutoClipChange, Hyperparameters, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
 };
@@ -29,8 +29,8 @@ use super::{Curriculum, Dtype, Phase};
 pub struct Amendment {
     /// The first step that it affects.
     pub step: u64,
-    /// The mix from that step to the end of the phase; empty if unchanged.
-    pub mix: BTreeMap<String, Ratio>,
+    /// The mix from that step to the end of the phase; `None` if unchanged.
+    pub mix: Option<Mix>,
     /// By source: document numbers in its training stream that no later step reads.
     pub ban: BTreeMap<String, BTreeSet<u64>>,
     /// An additional store.
@@ -59,6 +59,8 @@ pub struct PhaseSegment {
     pub spec: Phase,
     /// The key of its mix for [`Curriculum::place`].
     pub mix_key: String,
+    /// From its first step to the end of the phase: the steps of a ramp, even if an amendment ends it early.
+    pub mix_steps: u64,
 }
 
 /// What changes from a step on.
@@ -69,8 +71,8 @@ pub(super) struct AmendmentText {
     /// The first step that changes; never decreases from one amendment to the next.
     #[schemars(extend("digest" = "plan, run"))]
     step: NonZeroU64,
-    /// The whole mix from then to the end of the phase, as in a phase.
-    #[schemars(with = "Option<BTreeMap<String, Weight>>", extend("digest" = "plan, run"))]
+    /// The whole mix from then to the end of the phase, as in a phase; a ramp begins at this step.
+    #[schemars(with = "Option<MixText>", extend("digest" = "plan, run"))]
     mix: Option<Spanned<Table>>,
     /// By source, documents (their numbers in the source) that no step sees from then on.
     #[serde(default)]
@@ -123,8 +125,8 @@ impl Curriculum {
         amendments.sort_by_key(|amendment| amendment.step);
         for amendment in amendments {
             let same = self.amendments.iter_mut().filter(|one| one.step == amendment.step);
-            if !amendment.mix.is_empty() {
-                same.for_each(|one| one.mix.clear());
+            if amendment.mix.is_some() {
+                same.for_each(|one| one.mix = None);
             }
             let at = self.amendments.partition_point(|one| one.step <= amendment.step);
             self.amendments.insert(at, amendment);
@@ -168,10 +170,12 @@ impl Curriculum {
                 first += segment.spec.steps;
                 amendment.step < first
             });
-            let mix = Phase { mix: amendment.mix.clone(), ..before.phases[0].clone() };
-            if segment.is_some_and(|it| same_mix(&it.spec, &mix)) {
-                amendment.mix.clear();
-            }
+            let same = |it: &PhaseSegment, mix: &Mix| {
+                // A ramp that begins anew is another one.
+                let begins = amendment.step + it.spec.steps == first;
+                it.spec.mix.same(mix) && (begins || !mix.is_ramp())
+            };
+            amendment.mix.take_if(|mix| segment.is_some_and(|it| same(it, mix)));
         }
     }
 
@@ -181,16 +185,24 @@ impl Curriculum {
         let (mut amendments, mut first) = (Vec::new(), 1);
         for segment in self.segments() {
             let end = first + segment.spec.steps;
-            let mut mix = segment.spec.mix;
+            let mix = segment.spec.mix;
             let reached = end > steps.start && first < steps.end;
-            if reached && mix.remove(source).is_some() {
-                if mix.is_empty() {
-                    return Err(Fault::usage(format!("{source:?} is the only source of a mix"))
-                        .at(self.place(&segment.mix_key))
-                        .hint("amend the mix instead: another source has to take its place"));
-                }
+            if reached && mix.has(source) {
                 let step = first.max(steps.start);
-                amendments.push(Amendment { step, mix, ..Amendment::default() });
+                let place = || self.place(&segment.mix_key);
+                if mix.is_ramp() && step > first {
+                    let what = format!("a ramp cannot lose {source:?} on its way");
+                    return Err(Fault::usage(what)
+                        .at(place())
+                        .found(format!("step {step} of a ramp that begins at step {first}"))
+                        .hint(format!("begin at step {first}, or amend the mix instead")));
+                }
+                let left = mix.without(source).ok_or_else(|| {
+                    Fault::usage(format!("{source:?} is the only source of a mix"))
+                        .at(place())
+                        .hint("amend the mix instead: another source has to take its place")
+                })?;
+                amendments.push(Amendment { step, mix: Some(left), ..Amendment::default() });
             }
             first = end;
         }
@@ -210,12 +222,13 @@ impl Curriculum {
                 phase,
                 spec: spec.clone(),
                 mix_key: format!("phase.{}.mix", spec.name),
+                mix_steps: spec.steps,
             };
             for (number, amendment) in self.amendments.iter().enumerate() {
                 let Amendment { step, mix, .. } = amendment;
-                if mix.is_empty() || !(first..end).contains(step) {
+                let Some(mix) = mix.as_ref().filter(|_| (first..end).contains(step)) else {
                     continue;
-                }
+                };
                 let begun = end - segment.spec.steps;
                 segment.spec.steps = step - begun;
                 if segment.spec.steps > 0 {
@@ -223,6 +236,7 @@ impl Curriculum {
                 }
                 segment.spec = Phase { steps: end - step, mix: mix.clone(), ..segment.spec };
                 segment.mix_key = format!("amendment.{}.mix", number + 1);
+                segment.mix_steps = end - step;
             }
             segments.push(segment);
             first = end;
@@ -240,7 +254,8 @@ pub(super) fn amendments(
     texts: Vec<AmendmentText>,
 ) -> Result<Vec<Amendment>> {
     let mut all: Vec<Amendment> = Vec::new();
-    let mut mixes: BTreeMap<usize, Phase> = BTreeMap::new();
+    // By phase: the mix in force, and its first step.
+    let mut mixes: BTreeMap<usize, (Mix, u64)> = BTreeMap::new();
     for text in texts {
         let path = format!("amendment.{}", all.len() + 1);
         let fault = |key: &str, what: &str| places.fault(&format!("{path}.{key}"), what);
@@ -261,15 +276,23 @@ pub(super) fn amendments(
                           something to change";
             return Err(places.missing(&path, "mix", wanted));
         }
-        if !mix.is_empty() {
-            let taken = |one: &Amendment| one.step == *step && !one.mix.is_empty();
-            let before = mixes.entry(phase).or_insert_with(|| phases[phase].clone());
+        if let Some(mix) = mix {
+            let taken = |one: &Amendment| one.step == *step && one.mix.is_some();
+            let before = mixes.entry(phase).or_insert_with(|| {
+                let begins: u64 = phases[..phase].iter().map(|phase| phase.steps).sum();
+                (phases[phase].mix.clone(), begins + 1)
+            });
             if all.iter().any(taken) {
                 return Err(fault("mix", "two amendments change the mix at one step"));
             }
-            check_mix(before, mix)
-                .map_err(|fault| fault.at(places.place(&format!("{path}.mix"))))?;
-            before.mix = mix.clone();
+            let end: u64 = phases[..=phase].iter().map(|phase| phase.steps).sum();
+            let samples = (end + 1 - step).saturating_mul(phases[phase].batch);
+            mix.check(samples).map_err(|fault| fault.at(places.place(&format!("{path}.mix"))))?;
+            // A ramp that begins anew is another one.
+            if before.0.same(mix) && (!mix.is_ramp() || before.1 == *step) {
+                return Err(fault("mix", "this is the mix that the phase has already"));
+            }
+            *before = (mix.clone(), *step);
         }
         check_bans(&all, ban).map_err(|fault| fault.at(places.place(&format!("{path}.ban"))))?;
         change.check(places, &path, &numbers)?;
@@ -285,7 +308,7 @@ pub(super) fn amendments(
 fn amendment(file: &File, places: &KeySpans, path: &str, text: AmendmentText) -> Result<Amendment> {
     let AmendmentText { step, mix, ban, store, digest, optimizer, schedule, .. } = text;
     let AmendmentText { skip_step, auto_clip, dtype, skip, .. } = text;
-    let mix = mix.map(|mix| mix_of(file, &mix)).transpose()?.unwrap_or_default();
+    let mix = mix.map(|mix| Mix::read(file, places, &format!("{path}.mix"), &mix)).transpose()?;
     if let Some((source, _)) = ban.iter().find(|(_, documents)| documents.is_empty()) {
         let key = format!("{path}.ban.{source}");
         return Err(places
@@ -317,22 +340,6 @@ fn phase_at(phases: &[Phase], step: u64) -> Option<usize> {
     })
 }
 
-fn check_mix(before: &Phase, mix: &BTreeMap<String, Ratio>) -> Result<()> {
-    let after = Phase { mix: mix.clone(), ..before.clone() };
-    if after.weights().is_none() {
-        return Err(Fault::usage("these weights are too fine for each other").wanted(SUM));
-    }
-    if same_mix(before, &after) {
-        return Err(Fault::usage("this is the mix that the phase has already"));
-    }
-    Ok(())
-}
-
-/// Whether two phases have the same sources with the same shares.
-fn same_mix(one: &Phase, other: &Phase) -> bool {
-    one.mix.keys().eq(other.mix.keys()) && one.weights() == other.weights()
-}
-
 fn check_bans(before: &[Amendment], ban: &BTreeMap<String, BTreeSet<u64>>) -> Result<()> {
     for (source, documents) in ban {
         let banned = before.iter().filter_map(|one| one.ban.get(source));
@@ -347,14 +354,12 @@ impl Amendment {
     /// Whether it changes nothing.
     pub fn is_empty(&self) -> bool {
         let Amendment { step: _, mix, ban, store, numbers, skip } = self;
-        mix.is_empty() && ban.is_empty() && store.is_none() && numbers.is_empty() && !skip
+        mix.is_none() && ban.is_empty() && store.is_none() && numbers.is_empty() && !skip
     }
 
     /// Its canonical text, which can be appended to any curriculum. An error if its weights have no integer form.
     pub fn text(&self) -> Result<String> {
-        if !self.mix.is_empty() && super::whole_weights(&self.mix).is_none() {
-            return Err(Fault::usage("these weights are too fine for each other").wanted(SUM));
-        }
+        self.mix.as_ref().map_or(Ok(()), |mix| mix.check(0))?;
         let mut out = Out::default();
         self.write(&mut out);
         Ok(out.0)
@@ -365,8 +370,8 @@ impl Amendment {
         let Amendment { step, mix, ban, store, numbers, skip } = self;
         out.head("[[amendment]]");
         out.line("step", step);
-        if !mix.is_empty() {
-            out.line("mix", mix_text(mix));
+        if let Some(mix) = mix {
+            out.line("mix", mix.text());
         }
         if !ban.is_empty() {
             let list = |documents: &BTreeSet<u64>| {

@@ -3,7 +3,6 @@
 //! Every key is written with its default filled in, tables and sources in a fixed order, weights as integers without a
 //! common divisor, `tokens` as steps. The text is itself a curriculum with the same meaning.
 
-use super::mix::mix_text;
 use super::text::{Text, float, inline, key, quoted};
 use super::{
     AutoClipSpec, Curriculum, ModelTable, NewtonSchulzForm, OptimizerSpec, Phase, RemainderRule,
@@ -132,7 +131,7 @@ fn phase_text(phase: &Phase, out: &mut Text) {
     if *remainder != RemainderRule::default() {
         out.line("remainder", quoted(remainder.name()));
     }
-    out.line("mix", mix_text(mix));
+    out.line("mix", mix.text());
     if !fields.is_empty() {
         let pair =
             |(field, value): (&String, _)| format!("{} = {}", key(field), model::text(value));

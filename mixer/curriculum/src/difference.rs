@@ -4,7 +4,10 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use super::text::float;
-use super::{Amendment, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec, model};
+use super::{
+    Amendment, Curriculum, Mix, ModelTable, OptimizerSpec, Phase, ScheduleSpec, SourceWeights,
+    model,
+};
 
 /// Shown where one of the two curricula has no such amendment.
 const NO_AMENDMENT: &str = "no amendment";
@@ -45,7 +48,7 @@ impl Curriculum {
             init_from: _,
             seed,
             dtype,
-            phases,
+            phases: _,
             sources,
             model,
             optimizer,
@@ -62,7 +65,7 @@ impl Curriculum {
         optimizer_difference(optimizer, &other.optimizer, &mut list);
         schedule_difference(self, &other.schedule, &mut list);
         window_differences(self, other, &mut list);
-        phase_differences(phases, &other.phases, &mut list);
+        phase_differences(self, other, &mut list);
         for source in sources.keys().chain(other.sources.keys()).collect::<BTreeSet<_>>() {
             packing_difference(source, self, other, &mut list);
         }
@@ -170,7 +173,7 @@ fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
 fn packing_difference(source: &str, one: &Curriculum, other: &Curriculum, list: &mut List) {
     let begins = |of: &Curriculum| {
         let segments = of.segments();
-        let at = segments.iter().position(|segment| segment.spec.mix.contains_key(source));
+        let at = segments.iter().position(|segment| segment.spec.mix.has(source));
         at.map(|at| 1 + segments[..at].iter().map(|segment| segment.spec.steps).sum::<u64>())
     };
     let show = |of: &Curriculum| match of.packing(source) {
@@ -183,10 +186,12 @@ fn packing_difference(source: &str, one: &Curriculum, other: &Curriculum, list: 
 }
 
 /// Phases are compared in order; after the first whose end differs, every later step differs.
-fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
+fn phase_differences(one: &Curriculum, edited: &Curriculum, list: &mut List) {
+    let (phases, others) = (&one.phases[..], &edited.phases[..]);
     let (mut first, mut first_other) = (1, 1);
-    for (phase, other) in phases.iter().zip(others) {
-        phase_difference(phase, other, first.min(first_other), list);
+    for (number, (phase, other)) in phases.iter().zip(others).enumerate() {
+        let ramps = [one, edited].into_iter().filter_map(|of| first_ramp(of, number)).min();
+        phase_difference(phase, other, (first.min(first_other), ramps), list);
         first += phase.steps;
         first_other += other.steps;
     }
@@ -215,7 +220,23 @@ fn amendment_differences(amendments: &[Amendment], others: &[Amendment], list: &
     }
 }
 
-fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut List) {
+/// The first step of the first ramp in a phase: it ends with the phase, so each of its steps depends on the phase's
+/// length.
+fn first_ramp(of: &Curriculum, phase: usize) -> Option<u64> {
+    let mut first = 1;
+    of.segments().into_iter().find_map(|segment| {
+        let begins = first;
+        first += segment.spec.steps;
+        (segment.phase == phase && segment.spec.mix.is_ramp()).then_some(begins)
+    })
+}
+
+fn phase_difference(
+    phase: &Phase,
+    other: &Phase,
+    (first_step, first_ramp): (u64, Option<u64>),
+    list: &mut List,
+) {
     let Phase {
         name,
         steps,
@@ -229,7 +250,8 @@ fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut Li
         model,
     } = phase;
     let key = |field: &str| format!("phase.{name}.{field}");
-    list.compare(&key("steps"), other.steps, steps, first_step + other.steps.min(*steps));
+    let ends = first_step + other.steps.min(*steps);
+    list.compare(&key("steps"), other.steps, steps, first_ramp.unwrap_or(ends));
     list.compare(&key("seq_len"), other.seq_len, seq_len, first_step);
     list.compare(&key("batch"), other.batch, batch, first_step);
     list.compare(&key("micro_batch"), other.micro_batch, micro_batch, first_step);
@@ -238,16 +260,19 @@ fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut Li
     list.compare(&key("remainder"), other.remainder.name(), remainder.name(), first_step);
     model_difference(&key("model"), model, &other.model, first_step, list);
     // Weights with equal proportions give the same mix.
-    if mix.keys().eq(other.mix.keys()) && phase.weights() == other.weights() {
+    if mix.same(&other.mix) {
         return;
     }
-    let sources: BTreeSet<&String> = mix.keys().chain(other.mix.keys()).collect();
-    for source in sources {
-        let show = |phase: &Phase| match phase.mix.get(source) {
+    let (Mix::Constant(weights), Mix::Constant(others)) = (mix, &other.mix) else {
+        list.compare(&key("mix"), other.mix.text(), mix.text(), first_step);
+        return;
+    };
+    for source in weights.keys().chain(others.keys()).collect::<BTreeSet<_>>() {
+        let show = |weights: &SourceWeights| match weights.get(source) {
             Some(weight) => weight.to_string(),
             None => "not in the mix".to_owned(),
         };
-        list.compare(&key(&format!("mix.{source}")), show(other), show(phase), first_step);
+        list.compare(&key(&format!("mix.{source}")), show(others), show(weights), first_step);
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod amendment;
 mod canonical;
+mod curve;
 mod difference;
 pub mod guard;
 mod mix;
@@ -21,12 +22,13 @@ mod text;
 use std::collections::BTreeMap;
 use std::fmt;
 
-use contract::ratio::{Ratio, gcd};
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize, de};
 
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
+pub use curve::{MixCurve, RAMP_ONE};
 pub use difference::CurriculumDifference;
+pub use mix::{Mix, MixWeights, SourceWeights, WEIGHT_MAX};
 pub use model::ModelTable;
 pub use numbers::{
     AutoClipChange, ChangedHyperparameter, Hyperparameters, NumbersChange, OptimizerChange,
@@ -34,9 +36,6 @@ pub use numbers::{
 };
 pub use packing::Packing;
 pub use parse::schema;
-
-/// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
-pub const WEIGHT_MAX: u64 = 1 << 62;
 
 /// A parsed curriculum, every default filled in.
 #[derive(Clone, Debug)]
@@ -90,7 +89,7 @@ pub enum RemainderRule {
     Defer,
 }
 
-/// A phase: constant mix, sequence length and batch.
+/// A phase: one mix or ramp, one sequence length and batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Phase {
     /// Its unique name; only for people.
@@ -109,8 +108,8 @@ pub struct Phase {
     pub weight_shards: u64,
     /// How text is served that another `seq_len` left in the open group.
     pub remainder: RemainderRule,
-    /// The sources and their weights, all above zero.
-    pub mix: BTreeMap<String, Ratio>,
+    /// The sources and their weights.
+    pub mix: Mix,
     /// The model keys that differ during this phase (`rope_theta` for longer sequences).
     pub model: ModelTable,
 }
@@ -302,6 +301,12 @@ impl Curriculum {
         self.places.place(key)
     }
 
+    /// [`Curriculum::place`] of a source's weight in the mix at `mix_key`; of a ramp, that at its start.
+    pub fn mix_place(&self, mix_key: &str, source: &str) -> String {
+        let keys = ["", ".from", ".to"].map(|side| format!("{mix_key}{side}.{source}"));
+        self.place(self.places.first_of(&keys).unwrap_or(&keys[0]))
+    }
+
     /// The value of a key as typed in the file: `0.70`, `"3/10"`.
     pub fn typed(&self, key: &str) -> Option<&str> {
         self.places.typed(key)
@@ -383,29 +388,8 @@ fn window() -> u64 {
 }
 
 impl Phase {
-    /// The weights as integers without a common divisor, in the order of the sources' names. Only these affect the
-    /// plan.
-    ///
-    /// `None` if they are so fine or so far apart that their sum does not fit.
-    pub fn weights(&self) -> Option<Vec<u64>> {
-        whole_weights(&self.mix)
-    }
-
     /// Samples of the phase.
     pub fn samples(&self) -> u64 {
         self.steps * self.batch
     }
-}
-
-/// The weights of a mix as integers without a common divisor, in the order of the sources' names.
-fn whole_weights(mix: &BTreeMap<String, Ratio>) -> Option<Vec<u64>> {
-    let scale = mix.values().try_fold(1u64, |scale, weight| {
-        (scale / gcd(scale, weight.den())).checked_mul(weight.den())
-    })?;
-    let whole = |weight: &Ratio| weight.num().checked_mul(scale / weight.den());
-    let weights: Vec<u64> = mix.values().map(whole).collect::<Option<_>>()?;
-    let divisor = weights.iter().fold(0, |divisor, &weight| gcd(divisor, weight));
-    let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
-    let total = weights.iter().try_fold(0u64, |sum, &weight| sum.checked_add(weight))?;
-    (total <= WEIGHT_MAX).then_some(weights)
 }

@@ -1,13 +1,59 @@
-//! The weights of a mix, as they are typed and as they are written.
+//! The mix of a phase, as it is typed, as it is written and as integers: constant weights, or a ramp between two mixes.
 
 use std::collections::BTreeMap;
 
-use contract::ratio::TOO_LONG;
-use contract::{Ratio, Result};
+use contract::ratio::{TOO_LONG, gcd};
+use contract::{Fault, Ratio, Result};
 use schemars::JsonSchema;
 use settings::{File, Spanned, Table, Value};
 
+use super::curve::{MixCurve, RAMP_ONE};
+use super::places::KeySpans;
 use super::text::{inline, key};
+
+/// The largest sum of the integer weights of a mix: twice its product with a sample number fits 128 bits.
+pub const WEIGHT_MAX: u64 = 1 << 62;
+
+/// The most samples over which a ramp extends: integrals of its curve then fit 128 bits.
+const RAMP_SAMPLES_MAX: u64 = 1 << 46;
+
+/// The largest product of a ramp's sum of weights and its samples, for the same reason.
+const RAMP_PRODUCT_MAX: u128 = 1 << 93;
+
+/// Sources and their weights, all above zero.
+pub type SourceWeights = BTreeMap<String, Ratio>;
+
+/// What a phase reads.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Mix {
+    /// The same proportions throughout.
+    Constant(SourceWeights),
+    /// From one mix at the start of the phase to another at its end.
+    Ramp {
+        /// The mix at the curve's 0.
+        from: SourceWeights,
+        /// The mix at the curve's 1.
+        to: SourceWeights,
+        /// The way between them.
+        curve: MixCurve,
+    },
+}
+
+/// The weights of a mix as integers, in the order of the sources' names. Only these affect the plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MixWeights {
+    /// All above zero, without a common divisor.
+    Constant(Vec<u64>),
+    /// Two lists with the least sum that both can have; a source has zero in a mix that it is not in.
+    Ramp {
+        /// The weights at the curve's 0.
+        from: Vec<u64>,
+        /// The weights at its 1.
+        to: Vec<u64>,
+        /// The curve at equal distances, in units of 1 / [`RAMP_ONE`].
+        knots: Vec<u64>,
+    },
+}
 
 /// A weight of a mix.
 #[derive(JsonSchema)]
@@ -18,11 +64,256 @@ pub(super) enum Weight {
     Ratio(String),
 }
 
+/// `mix`: weights, or a ramp.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "stands for a table that is read with its places")]
+pub(super) enum MixText {
+    Constant(BTreeMap<String, Weight>),
+    Ramp(RampText),
+}
+
+/// A mix that moves from one to another over its phase.
+#[derive(JsonSchema)]
+#[schemars(rename = "Ramp")]
+#[expect(dead_code, reason = "stands for a table that is read with its places")]
+pub(super) struct RampText {
+    /// The mix at the start: weights by source, as in a constant mix.
+    #[schemars(extend("digest" = "plan, run"))]
+    from: BTreeMap<String, Weight>,
+    /// The mix at the end; a source that it lacks fades out, one that only it has fades in.
+    #[schemars(extend("digest" = "plan, run"))]
+    to: BTreeMap<String, Weight>,
+    /// The way from one to the other, over the samples of the phase.
+    #[schemars(extend("default" = "linear", "digest" = "plan, run"))]
+    curve: Option<CurveText>,
+    /// With `curve = "table"`: the part of the way, 0 to 1, at equal distances from the first sample to the last, with
+    /// straight lines between; 2 to 1,025 numbers.
+    #[schemars(extend("digest" = "plan, run"))]
+    table: Option<Vec<Weight>>,
+}
+
+/// The names of curves.
+#[derive(JsonSchema)]
+#[schemars(rename = "Curve")]
+#[serde(rename_all = "lowercase")]
+#[expect(dead_code, reason = "stands for a name that is read with its place")]
+pub(super) enum CurveText {
+    /// The same change with every sample.
+    Linear,
+    /// Half a cosine: slow at both ends.
+    Cosine,
+    /// The numbers of `table`.
+    Table,
+}
+
 /// The limit on weights, for error messages.
 pub(super) const SUM: &str = "as integers without a common divisor they sum to at most 2^62";
 
-/// The weights of a mix, exactly as typed.
-pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<String, Ratio>> {
+impl Mix {
+    /// Reads the mix at `path`, weights exactly as typed.
+    pub(super) fn read(
+        file: &File,
+        places: &KeySpans,
+        path: &str,
+        mix: &Spanned<Table>,
+    ) -> Result<Mix> {
+        // A weight is never a table, so sources may have these names too.
+        if !mix.get_ref().values().any(|value| value.get_ref().is_table()) {
+            return Ok(Mix::Constant(weights_of(file, mix)?));
+        }
+        let keys = ["from", "to", "curve", "table"];
+        if let Some(key) = mix.get_ref().keys().find(|key| !keys.contains(&key.get_ref().as_str()))
+        {
+            return Err(file.unknown_key(key, "mix", keys));
+        }
+        let get = |name: &str| {
+            mix.get_ref().iter().find(|(key, _)| key.get_ref() == name).map(|(_, value)| value)
+        };
+        let side = |name: &str| {
+            let wanted = "mix = { from = { source = weight }, to = { source = weight } }";
+            let Some(value) = get(name) else {
+                let what = format!("the ramp has no `{name}`");
+                return Err(file.fault(mix, what).wanted(wanted));
+            };
+            match value.get_ref() {
+                Value::Table(table) => {
+                    let table = places.spanned(&format!("{path}.{name}"), table);
+                    weights_of(file, &Spanned::new(value.span(), table))
+                }
+                _ => Err(file.wrong(name, value, "a mix: { source = weight }")),
+            }
+        };
+        let (from, to) = (side("from")?, side("to")?);
+        let curve = MixCurve::read(file, mix, get("curve"), get("table"))?;
+        let ramp = Mix::Ramp { from, to, curve };
+        match ramp.settled() {
+            Mix::Constant(_) => Err(file
+                .fault(mix, "the ramp changes nothing: `from` and `to` have the same proportions")
+                .wanted("two mixes")
+                .hint("write one: mix = { source = weight }")),
+            ramp => Ok(ramp),
+        }
+    }
+
+    /// The same, where a ramp between equal mixes is a constant one.
+    fn settled(self) -> Mix {
+        match self {
+            Mix::Ramp { from, to, .. }
+                if from.keys().eq(to.keys()) && integers(&from) == integers(&to) =>
+            {
+                Mix::Constant(from)
+            }
+            other => other,
+        }
+    }
+
+    /// The names of its sources, in order.
+    pub fn sources(&self) -> Vec<&String> {
+        match self {
+            Mix::Constant(weights) => weights.keys().collect(),
+            Mix::Ramp { from, to, .. } => {
+                let mut all: Vec<&String> = from.keys().chain(to.keys()).collect();
+                all.sort_unstable();
+                all.dedup();
+                all
+            }
+        }
+    }
+
+    /// Whether a source is in it at some time.
+    pub fn has(&self, source: &str) -> bool {
+        self.sources().into_iter().any(|name| name == source)
+    }
+
+    /// Whether two mixes have the same sources with the same shares at every time, given equal lengths.
+    pub(super) fn same(&self, other: &Mix) -> bool {
+        self.sources() == other.sources() && self.weights() == other.weights()
+    }
+
+    /// The name of a ramp's curve.
+    pub fn curve(&self) -> Option<&'static str> {
+        match self {
+            Mix::Constant(_) => None,
+            Mix::Ramp { curve, .. } => Some(curve.name()),
+        }
+    }
+
+    /// Whether it changes within its phase.
+    pub fn is_ramp(&self) -> bool {
+        matches!(self, Mix::Ramp { .. })
+    }
+
+    /// The mix without `source`, whose place the others take; `None` if no other is left.
+    pub(super) fn without(mut self, source: &str) -> Option<Mix> {
+        match &mut self {
+            Mix::Constant(weights) => {
+                weights.remove(source);
+                (!weights.is_empty()).then_some(self)
+            }
+            Mix::Ramp { from, to, .. } => {
+                from.remove(source);
+                to.remove(source);
+                match (from.is_empty(), to.is_empty()) {
+                    (true, true) => None,
+                    (true, false) => Some(Mix::Constant(std::mem::take(to))),
+                    (false, true) => Some(Mix::Constant(std::mem::take(from))),
+                    (false, false) => Some(self.settled()),
+                }
+            }
+        }
+    }
+
+    /// Its weights as integers; `None` if they are so fine or so far apart that their sum does not fit.
+    pub fn weights(&self) -> Option<MixWeights> {
+        match self {
+            Mix::Constant(weights) => Some(MixWeights::Constant(integers(weights)?)),
+            Mix::Ramp { from, to, curve } => {
+                let whole = [integers(from)?, integers(to)?];
+                let [low, high] = whole.each_ref().map(|all| all.iter().sum::<u64>());
+                let total = (low / gcd(low, high)).checked_mul(high)?;
+                if total > WEIGHT_MAX {
+                    return None;
+                }
+                let names = self.sources();
+                let all = |mix: &SourceWeights, whole: &[u64], sum: u64| {
+                    let of: BTreeMap<&String, &u64> = mix.keys().zip(whole).collect();
+                    let scaled = |name| of.get(name).map_or(0, |weight| *weight * (total / sum));
+                    names.iter().map(scaled).collect()
+                };
+                Some(MixWeights::Ramp {
+                    from: all(from, &whole[0], low),
+                    to: all(to, &whole[1], high),
+                    knots: curve.knots(),
+                })
+            }
+        }
+    }
+
+    /// Refuses weights that have no integer form, and a ramp over too many samples for its weights.
+    pub(super) fn check(&self, samples: u64) -> Result<()> {
+        let Some(weights) = self.weights() else {
+            let fault = Fault::usage("these weights are too fine for each other").wanted(SUM);
+            return Err(match self {
+                Mix::Constant(_) => fault,
+                Mix::Ramp { .. } => {
+                    fault.hint("give `from` and `to` the same sum, such as 1 or 100")
+                }
+            });
+        };
+        let MixWeights::Ramp { from, .. } = weights else { return Ok(()) };
+        let total: u64 = from.iter().sum();
+        if samples > RAMP_SAMPLES_MAX {
+            return Err(Fault::usage("the phase is too long for a ramp")
+                .found(format!("{samples} samples"))
+                .wanted(format!("at most {RAMP_SAMPLES_MAX}")));
+        }
+        if u128::from(total) * u128::from(samples) > RAMP_PRODUCT_MAX {
+            return Err(Fault::usage("the weights of the ramp are too fine for so long a phase")
+                .found(format!(
+                    "as integers with one sum they sum to {total}, over {samples} samples"
+                ))
+                .wanted("a product of at most 2^93")
+                .hint("give `from` and `to` the same sum, such as 1 or 100"));
+        }
+        Ok(())
+    }
+
+    /// Its canonical text: weights as integers without a common divisor.
+    pub fn text(&self) -> String {
+        match self {
+            Mix::Constant(weights) => weights_text(weights),
+            Mix::Ramp { from, to, curve } => {
+                let mut pairs = vec![
+                    format!("from = {}", weights_text(from)),
+                    format!("to = {}", weights_text(to)),
+                ];
+                curve.write(&mut pairs);
+                inline(pairs)
+            }
+        }
+    }
+}
+
+impl MixWeights {
+    /// The share of `source` (its number) at `position`, 0 to 1, of the phase; for people.
+    pub fn share(&self, source: usize, position: f64) -> f64 {
+        let part = |weights: &[u64]| weights[source] as f64 / weights.iter().sum::<u64>() as f64;
+        match self {
+            MixWeights::Constant(weights) => part(weights),
+            MixWeights::Ramp { from, to, knots } => {
+                let at = position.clamp(0.0, 1.0) * (knots.len() - 1) as f64;
+                let (low, high) =
+                    (knots[at.floor() as usize] as f64, knots[at.ceil() as usize] as f64);
+                let way = (low + (high - low) * at.fract()) / RAMP_ONE as f64;
+                part(from) * (1.0 - way) + part(to) * way
+            }
+        }
+    }
+}
+
+/// Weights by source, exactly as typed.
+fn weights_of(file: &File, mix: &Spanned<Table>) -> Result<SourceWeights> {
     if mix.get_ref().is_empty() {
         return Err(file.fault(mix, "the mix is empty").wanted("mix = { source = weight }"));
     }
@@ -53,12 +344,25 @@ pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<Strin
     mix.get_ref().iter().map(weight).collect()
 }
 
-/// A mix with its weights as integers without a common divisor.
-pub(super) fn mix_text(mix: &BTreeMap<String, Ratio>) -> String {
-    let weights = super::whole_weights(mix).expect("checked when the mix was read");
+/// Weights as integers without a common divisor.
+fn weights_text(mix: &SourceWeights) -> String {
+    let weights = integers(mix).expect("checked when the mix was read");
     let pairs =
         mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
     inline(pairs.collect())
+}
+
+/// The weights as integers without a common divisor, in the order of the sources' names.
+fn integers(mix: &SourceWeights) -> Option<Vec<u64>> {
+    let scale = mix.values().try_fold(1u64, |scale, weight| {
+        (scale / gcd(scale, weight.den())).checked_mul(weight.den())
+    })?;
+    let whole = |weight: &Ratio| weight.num().checked_mul(scale / weight.den());
+    let weights: Vec<u64> = mix.values().map(whole).collect::<Option<_>>()?;
+    let divisor = weights.iter().fold(0, |divisor, &weight| gcd(divisor, weight));
+    let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
+    let total = weights.iter().try_fold(0u64, |sum, &weight| sum.checked_add(weight))?;
+    (total <= WEIGHT_MAX).then_some(weights)
 }
 
 #[cfg(test)]

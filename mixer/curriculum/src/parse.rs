@@ -10,7 +10,7 @@ use settings::{CURRICULUM, File, Spanned, Table, Value};
 use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};
-use super::mix::{SUM, Weight, mix_of};
+use super::mix::{Mix, MixText};
 use super::numbers::Hyperparameters;
 use super::packing::SourceText;
 use super::places::{KeySpans, check_numbers, check_windows};
@@ -113,8 +113,9 @@ struct PhaseText {
     #[serde(default)]
     #[schemars(extend("digest" = "plan, run (where not `\"join\"`)"))]
     remainder: RemainderRule,
-    /// Sources and their weights: integers, decimals or `"3/10"`, taken exactly, above zero. Only proportions count.
-    #[schemars(with = "BTreeMap<String, Weight>", extend("digest" = "plan, run"))]
+    /// Sources and their weights: integers, decimals or `"3/10"`, taken exactly, above zero; only proportions count. Or
+    /// a ramp: `{ from = { ... }, to = { ... }, curve = "cosine" }`.
+    #[schemars(with = "MixText", extend("digest" = "plan, run"))]
     mix: Spanned<Table>,
     /// Keys of `[model]` that differ during this phase, such as `rope_theta`; no shapes, no `preset`.
     #[serde(default)]
@@ -300,14 +301,13 @@ fn phase(file: &File, places: &KeySpans, raw: PhaseText) -> Result<Phase> {
         context_chunks: divides("context_chunks", raw.context_chunks, "seq_len", raw.seq_len)?,
         weight_shards: raw.weight_shards.get(),
         remainder: raw.remainder,
-        mix: mix_of(file, &raw.mix)?,
+        mix: Mix::read(file, places, &key("mix"), &raw.mix)?,
         model: raw.model,
         name: raw.name,
     };
-    match phase.weights() {
-        Some(_) => Ok(phase),
-        None => Err(file.fault(&raw.mix, "these weights are too fine for each other").wanted(SUM)),
-    }
+    let samples = phase.steps.saturating_mul(phase.batch);
+    phase.mix.check(samples).map_err(|fault| fault.at(file.place(raw.mix.span())))?;
+    Ok(phase)
 }
 
 fn steps(places: &KeySpans, path: &str, raw: &PhaseText) -> Result<u64> {

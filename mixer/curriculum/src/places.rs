@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use contract::{Fault, Result};
-use settings::File;
+use settings::{File, Spanned, Table, Value};
 use toml::de::{DeTable, DeValue};
 
 use super::{AutoClipSpec, SkipStepSpec};
@@ -36,11 +36,7 @@ impl KeySpans {
         }
     }
 
-    fn walk_list<'a>(
-        &mut self,
-        above: &str,
-        list: impl Iterator<Item = &'a settings::Spanned<DeValue<'a>>>,
-    ) {
+    fn walk_list<'a>(&mut self, above: &str, list: impl Iterator<Item = &'a Spanned<DeValue<'a>>>) {
         for (number, value) in (1..).zip(list) {
             let Some(table) = value.get_ref().as_table() else { continue };
             let name = table.get("name").and_then(|name| name.get_ref().as_str());
@@ -66,6 +62,22 @@ impl KeySpans {
     /// The value of `key` as typed.
     pub(super) fn typed(&self, key: &str) -> Option<&str> {
         self.spans.get(key).map(|[_, value]| self.file.typed(value.clone()))
+    }
+
+    /// A table at `key`, its keys and values with their places.
+    pub(super) fn spanned(&self, key: &str, table: &toml::Table) -> Table {
+        let nowhere = [0..0, 0..0];
+        let place = |(name, value): (&String, &Value)| {
+            let [of_name, of_value] =
+                self.spans.get(&format!("{key}.{name}")).unwrap_or(&nowhere).clone();
+            (Spanned::new(of_name, name.clone()), Spanned::new(of_value, value.clone()))
+        };
+        table.iter().map(place).collect()
+    }
+
+    /// The first of these keys that is in the file.
+    pub(super) fn first_of<'a>(&self, keys: &'a [String]) -> Option<&'a String> {
+        keys.iter().find(|key| self.spans.contains_key(*key))
     }
 
     /// An error about `key`.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use mixer::{Curriculum, DataPlan, store_stub};
+use mixer::{Curriculum, DataPlan, Mix, store_stub};
 
 fn plan(name: &str) -> (Curriculum, DataPlan) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula");
@@ -54,7 +54,7 @@ fn the_recipe_says_what_is_published() {
     assert_eq!((curriculum.optimizer.lr, curriculum.schedule.final_lr), (6e-4, 2e-4));
     let theta = |phase| curriculum.model_at(phase).0["rope_theta"].as_float();
     assert_eq!([theta(0), theta(1), theta(2)], [Some(1e4), Some(1e4), Some(1e6)]);
-    let mix = &curriculum.phases[2].mix;
+    let Mix::Constant(mix) = &curriculum.phases[2].mix else { panic!("a ramp") };
     let share = |name: &str| mix[name].num() as f64 / mix[name].den() as f64;
     assert_eq!(share("reasoning-32k"), 86.1);
     assert!((share("web") + share("multilingual") - 5.7).abs() < 1e-9);
@@ -63,4 +63,28 @@ fn the_recipe_says_what_is_published() {
         [0.8, 3.0, 3.0, 1.4]
     );
     assert!((mix.keys().map(|name| share(name)).sum::<f64>() - 100.0).abs() < 1e-9);
+}
+
+#[test]
+fn a_stub_stands_in_for_a_store() {
+    let text = "[[source]]\nname = \"web\"\ntokens = 9_000_000_000_000\ndocuments = 10\n\n\
+                [[source]]\nname = \"code\"\ntokens = 5\ndocuments = 1\nunit = 64\n";
+    let found = store_stub(text, "d.toml").unwrap().unwrap();
+    assert_eq!(found[0].name, "web");
+    assert_eq!(
+        (found[0].tokens, found[0].documents, found[0].unit),
+        (9_000_000_000_000, 10, 131_072)
+    );
+    assert_eq!((found[1].tokens, found[1].unit), (5, 64));
+    assert_eq!(store_stub("tokenizer = \"t\"", "d.toml").unwrap(), None);
+    for (from, to, word) in [
+        ("tokens = 5", "token = 5", "d.toml:8:1"),
+        ("tokens = 5\n", "", "d.toml:6:1"),
+        ("\"code\"", "\"web\"", "two sources"),
+        ("unit = 64", "unit = 0", "unit 0"),
+        ("tokens = 5", "files = [\"x\"]", "name, tokens, documents, unit"),
+    ] {
+        let told = store_stub(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
+        assert!(told.contains(word), "{told}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use contract::{Class, Ratio};
 use curriculum::{Amendment, Dtype, NewtonSchulzForm, OptimizerKind};
-use mixer::{Curriculum, CurriculumDifference, DataPlan, SourceFacts, store_stub};
+use mixer::{Curriculum, CurriculumDifference, DataPlan, Mix, MixWeights, SourceFacts};
 use proptest::prelude::*;
 
 const WHOLE: &str = r#"store = ["a/store", "b/store"]
@@ -48,11 +48,11 @@ mix = { web = 1, math = 1e-6 }
 model = { rope_theta = 1e6 }
 "#;
 
-fn parse(text: &str) -> Curriculum {
+pub(crate) fn parse(text: &str) -> Curriculum {
     Curriculum::parse(text, "c.toml").unwrap()
 }
 
-fn edited(from: &str, to: &str) -> String {
+pub(crate) fn edited(from: &str, to: &str) -> String {
     assert!(WHOLE.contains(from), "the text has no {from:?}");
     WHOLE.replacen(from, to, 1)
 }
@@ -97,11 +97,17 @@ fn every_key_arrives() {
         (short.name.as_str(), short.steps, short.seq_len, short.batch, short.micro_batch),
         ("short", 12, 64, 8, 2)
     );
-    assert_eq!(short.mix["web"], Ratio::new(7, 10));
-    assert_eq!(short.weights(), Some(vec![3, 7]));
+    let Mix::Constant(mix) = &short.mix else { panic!("a ramp") };
+    assert_eq!(mix["web"], Ratio::new(7, 10));
+    assert_eq!(short.mix.weights(), whole([3, 7]));
     // Whole steps of 128 x 6 tokens in 2,000.
     assert_eq!((long.steps, long.micro_batch), (2, 1));
-    assert_eq!(long.weights(), Some(vec![1, 1_000_000]));
+    assert_eq!(long.mix.weights(), whole([1, 1_000_000]));
+}
+
+/// Constant weights.
+pub(crate) fn whole<const N: usize>(weights: [u64; N]) -> Option<MixWeights> {
+    Some(MixWeights::Constant(weights.to_vec()))
 }
 
 /// Every error names its line and what was found, and gives a hint.
@@ -286,10 +292,10 @@ fn windows_and_amendments_arrive() {
     let segments = c.segments();
     let told: Vec<_> = segments
         .iter()
-        .map(|segment| (segment.phase, segment.spec.steps, segment.spec.weights()))
+        .map(|segment| (segment.phase, segment.spec.steps, segment.spec.mix.weights()))
         .collect();
-    let (even, long) = (Some(vec![1, 1]), Some(vec![1, 1_000_000]));
-    assert_eq!(told, [(0, 4, Some(vec![3, 7])), (0, 8, even), (1, 2, long)]);
+    let (even, long) = (whole([1, 1]), whole([1, 1_000_000]));
+    assert_eq!(told, [(0, 4, whole([3, 7])), (0, 8, even), (1, 2, long)]);
     assert_eq!(parse(&c.canonical()).canonical(), c.canonical());
     let same = MORE.replace("web = 1, math = 1", "math = 3.0, web = 3").replace("[7, 2]", "[2, 7]");
     assert_eq!(parse(&(WHOLE.to_owned() + &same)).canonical(), c.canonical());
@@ -407,12 +413,13 @@ fn what_is_taken_in_makes_later_amendments_needless() {
     let mut short = c.clone();
     assert!(short.drop_source("math", 3..4).unwrap(), "of the segment alone that has these steps");
     let left: Vec<_> =
-        parse(&short.canonical()).segments().iter().map(|it| it.spec.mix.len()).collect();
+        parse(&short.canonical()).segments().iter().map(|it| it.spec.mix.sources().len()).collect();
     assert_eq!((left[..2].to_vec(), left.last()), (vec![2, 1], Some(&2)));
     assert!(c.drop_source("math", 3..21).unwrap());
     let again = parse(&c.canonical());
     let segments = again.segments();
-    let told: Vec<_> = segments.iter().map(|it| (it.spec.steps, it.spec.mix.len())).collect();
+    let told: Vec<_> =
+        segments.iter().map(|it| (it.spec.steps, it.spec.mix.sources().len())).collect();
     assert_eq!(told, [(2, 2), (10, 1), (2, 1)], "one mix to the end of each phase");
     let alone = c.drop_source("web", 3..21).unwrap_err().to_string();
     assert!(alone.contains("only source"), "{alone}");
@@ -542,30 +549,6 @@ fn an_edit_matters_from_a_known_step() {
     }
     let told = parse(WHOLE).difference(&parse(&edited("lr = 1e-2", "lr = 2e-2")))[0].to_string();
     assert!(told.contains("optimizer.lr") && told.contains("step 1"), "{told}");
-}
-
-#[test]
-fn a_stub_stands_in_for_a_store() {
-    let text = "[[source]]\nname = \"web\"\ntokens = 9_000_000_000_000\ndocuments = 10\n\n\
-                [[source]]\nname = \"code\"\ntokens = 5\ndocuments = 1\nunit = 64\n";
-    let found = store_stub(text, "d.toml").unwrap().unwrap();
-    assert_eq!(found[0].name, "web");
-    assert_eq!(
-        (found[0].tokens, found[0].documents, found[0].unit),
-        (9_000_000_000_000, 10, 131_072)
-    );
-    assert_eq!((found[1].tokens, found[1].unit), (5, 64));
-    assert_eq!(store_stub("tokenizer = \"t\"", "d.toml").unwrap(), None);
-    for (from, to, word) in [
-        ("tokens = 5", "token = 5", "d.toml:8:1"),
-        ("tokens = 5\n", "", "d.toml:6:1"),
-        ("\"code\"", "\"web\"", "two sources"),
-        ("unit = 64", "unit = 0", "unit 0"),
-        ("tokens = 5", "files = [\"x\"]", "name, tokens, documents, unit"),
-    ] {
-        let told = store_stub(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
-        assert!(told.contains(word), "{told}");
-    }
 }
 
 proptest! {

@@ -100,12 +100,12 @@ fn follows_from(curriculum: &Curriculum, step: u64) -> Option<String> {
             format!("{} of {decay} to {}", step - schedule.warmup_steps, schedule.final_lr)
         }
     };
-    let packings = segment.spec.mix.keys().map(|source| curriculum.packing(source));
+    let packings = segment.spec.mix.sources().into_iter().map(|source| curriculum.packing(source));
     let skipped = curriculum.amendments.iter().any(|one| one.step == step && one.skip);
     Some(format!(
         "{rate} {skipped} {:?} {:?} {:?}",
-        segment.spec.mix.keys(),
-        segment.spec.weights(),
+        segment.spec.mix.sources(),
+        segment.spec.mix.weights(),
         packings.collect::<Vec<_>>()
     ))
 }

@@ -6,5 +6,8 @@ mod curricula;
 mod curriculum;
 mod edits;
 mod mixing;
+mod naive;
 mod oracle;
+mod ramp_keys;
+mod ramps;
 mod shuffle;

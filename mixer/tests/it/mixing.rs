@@ -1,18 +1,25 @@
 //! Mixing is exact at every prefix, its queries agree, and no weight is too small to count.
 
+use mixer::MixWeights;
 use mixer::mixing::{Mixing, WEIGHT_MAX};
 use proptest::prelude::*;
 
+/// A mix of constant weights.
+fn constant(weights: &[u64]) -> Mixing {
+    Mixing::new(&MixWeights::Constant(weights.to_vec()), 1)
+}
+
 /// A count's distance from weight x samples, in hundredths of a sample, rounded up.
 fn deviation(mixing: &Mixing, source: usize, n: u64, count: u64) -> u128 {
-    let total: u128 = mixing.weights().iter().map(|&weight| u128::from(weight)).sum();
-    let due = u128::from(n) * u128::from(mixing.weights()[source]);
+    let MixWeights::Constant(weights) = mixing.weights() else { panic!("a ramp") };
+    let total: u128 = weights.iter().map(|&weight| u128::from(weight)).sum();
+    let due = u128::from(n) * u128::from(weights[source]);
     (u128::from(count) * total).abs_diff(due).saturating_mul(100).div_ceil(total)
 }
 
 /// Checks every guarantee for each of the first `samples` samples.
 fn walk(weights: &[u64], samples: u64) -> Result<u128, TestCaseError> {
-    let mixing = Mixing::new(weights);
+    let mixing = constant(weights);
     let mut given = vec![0u64; weights.len()];
     let mut worst = 0;
     for j in 0..samples {
@@ -63,7 +70,7 @@ proptest! {
 
     #[test]
     fn far_away_is_as_exact(weights in weights(), j in 0u64..1 << 62) {
-        let mixing = Mixing::new(&weights);
+        let mixing = constant(&weights);
         let (source, ordinal) = mixing.pick(j);
         prop_assert_eq!(mixing.nth(source, ordinal), j);
         let (before, after) = (mixing.counts(j), mixing.counts(j + 1));
@@ -78,7 +85,7 @@ proptest! {
 
 #[test]
 fn one_in_a_million_is_served_once_in_a_million() {
-    let mixing = Mixing::new(&[1, 999_999]);
+    let mixing = constant(&[1, 999_999]);
     let first = mixing.nth(0, 0);
     assert!(first < 1_000_000);
     for k in 0..100 {
@@ -88,7 +95,7 @@ fn one_in_a_million_is_served_once_in_a_million() {
 
 #[test]
 fn the_largest_weights_do_not_overflow() {
-    let mixing = Mixing::new(&[WEIGHT_MAX - 1, 1]);
+    let mixing = constant(&[WEIGHT_MAX - 1, 1]);
     let j = (1 << 62) - 1;
     let (source, ordinal) = mixing.pick(j);
     assert_eq!(mixing.nth(source, ordinal), j);
@@ -104,7 +111,7 @@ fn a_thousand_sources_stay_exact() {
 #[test]
 fn the_measure_sees_a_wrong_count() {
     // What two truncations in a row, instead of rounding, would give a source of weight 1/4 after 7 samples.
-    let mixing = Mixing::new(&[1, 1, 1, 1]);
+    let mixing = constant(&[1, 1, 1, 1]);
     assert!(deviation(&mixing, 0, 7, 1) <= 168);
     assert!(deviation(&mixing, 0, 7, 4) > 168);
     assert!(deviation(&mixing, 0, 12, 1) > 168);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use contract::{Result, counted};
-use curriculum::{Amendment, ChangedHyperparameter};
+use curriculum::{Amendment, ChangedHyperparameter, Mix};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -174,10 +174,13 @@ pub(super) fn number(value: f64) -> String {
 fn amended(amendment: &Amendment, changed: &[ChangedHyperparameter]) -> String {
     let Amendment { step: _, mix, ban, store, numbers: _, skip } = amendment;
     let mut parts: Vec<String> = Vec::new();
-    if !mix.is_empty() {
-        let mix = mix.iter().map(|(source, weight)| format!("{source} {weight}"));
-        parts.push(format!("mix {}", mix.collect::<Vec<_>>().join(", ")));
-    }
+    parts.extend(mix.as_ref().map(|mix| match mix {
+        Mix::Constant(weights) => {
+            let mix = weights.iter().map(|(source, weight)| format!("{source} {weight}"));
+            format!("mix {}", mix.collect::<Vec<_>>().join(", "))
+        }
+        Mix::Ramp { .. } => format!("mix {}", mix.text()),
+    }));
     parts.extend(ban.iter().map(|(source, documents)| {
         format!("{} of {source} banned", counted(documents.len(), "document"))
     }));
@@ -221,6 +224,7 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<RunChange>> 
         return Ok(Vec::new());
     }
     let phases = spec.plan.phases();
+    let (share_before, share_after) = (shares(spec, &old), shares(spec, &new));
     let (old, new) = (&phases[old.phase], &phases[new.phase]);
     let mut found = Vec::new();
     let shape = |phase: &mixer::PhasePlan| {
@@ -244,7 +248,7 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<RunChange>> 
         let what = format!("from step {step} on {}, before {}", shape(new), shape(old));
         found.push(RunChange { kind: RunChangeKind::Phase, step, what });
     }
-    let (was, is) = (shares(spec, old), shares(spec, new));
+    let (was, is) = (share_before, share_after);
     let names = is.keys().chain(was.keys().filter(|name| !is.contains_key(*name)));
     let share = |shares: &BTreeMap<&str, f64>, name: &str| shares.get(name).copied().unwrap_or(0.0);
     let moved = names.map(|name| (*name, share(&was, name), share(&is, name)));
@@ -262,14 +266,14 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<RunChange>> 
     Ok(found)
 }
 
-/// The planned share of the samples of each source in a phase.
-fn shares<'a>(spec: &'a RunSpec, phase: &mixer::PhasePlan) -> BTreeMap<&'a str, f64> {
-    let all: u64 = phase.uses.iter().map(|used| used.weight).sum();
-    let share = |used: &mixer::SourceUse| {
+/// The planned share of the samples of each source when a step begins.
+fn shares<'a>(spec: &'a RunSpec, step: &mixer::StepSpec) -> BTreeMap<&'a str, f64> {
+    let phase = &spec.plan.phases()[step.phase];
+    let share = |(entry, used): (usize, &mixer::SourceUse)| {
         let name = spec.plan.sources()[used.source].name.as_str();
-        (name, used.weight as f64 / all.max(1) as f64)
+        (name, phase.mixing.share(entry, step.first_sample - phase.first_sample))
     };
-    phase.uses.iter().map(share).collect()
+    phase.uses.iter().enumerate().map(share).collect()
 }
 
 /// The ranks and kernels that computed a step, by the events.

@@ -8,7 +8,7 @@
 //! ```
 
 use contract::Result;
-use curriculum::Curriculum;
+use curriculum::{Curriculum, PhaseSegment};
 use serde_json::{Map, Value, json};
 
 use super::bins::{Bins, Merge, f32s, shares};
@@ -173,23 +173,34 @@ fn sources(view: &RunView) -> Value {
     json!({"names": view.sources, "width": bins.width(), "loss": losses, "share": seen})
 }
 
-/// The plan of the curriculum, in parts of constant mixture: first step, phase, tokens per step, share by source.
+/// Parts of constant mixture that a ramp is shown as, at most.
+const RAMP_PARTS: u64 = 64;
+
+/// The plan of the curriculum, in parts of constant mixture: first step, phase, tokens per step, share by source. A ramp
+/// is shown as stairs.
 fn plan(curriculum: &Curriculum) -> Vec<Value> {
-    let mut first = 1;
-    let segments = curriculum.segments().into_iter().map(|segment| {
-        let spec = segment.spec;
-        let weight = |ratio: &contract::Ratio| ratio.num() as f64 / ratio.den() as f64;
-        let all: f64 = spec.mix.values().map(weight).sum();
-        let mix: Map<String, Value> =
-            spec.mix.iter().map(|(name, ratio)| (name.clone(), json!(weight(ratio) / all))).collect();
-        let begin = first;
+    let (mut first, mut parts) = (1, Vec::new());
+    for PhaseSegment { spec, mix_steps, .. } in curriculum.segments() {
+        let Some(weights) = spec.mix.weights() else { continue };
+        let count = if spec.mix.is_ramp() { RAMP_PARTS.min(spec.steps) } else { 1 };
+        let begins =
+            |part: u64| (u128::from(spec.steps) * u128::from(part) / u128::from(count)) as u64;
+        for (begin, end) in (0..count).map(|part| (begins(part), begins(part + 1))) {
+            let position = (begin + end) as f64 / (2 * mix_steps) as f64;
+            let share = |(source, name): (usize, &String)| {
+                (name.clone(), json!(weights.share(source, position)))
+            };
+            let mix: Map<String, Value> =
+                spec.mix.sources().into_iter().enumerate().map(share).collect();
+            parts.push(json!({
+                "first": first + begin, "steps": end - begin, "phase": spec.name, "seq_len": spec.seq_len,
+                "batch": spec.batch, "micro_batch": spec.micro_batch, "tokens": spec.batch * u64::from(spec.seq_len),
+                "mix": mix,
+            }));
+        }
         first += spec.steps;
-        json!({
-            "first": begin, "steps": spec.steps, "phase": spec.name, "seq_len": spec.seq_len, "batch": spec.batch,
-            "micro_batch": spec.micro_batch, "tokens": spec.batch * u64::from(spec.seq_len), "mix": mix,
-        })
-    });
-    segments.collect()
+    }
+    parts
 }
 
 /// The curriculum at the start, and its later changes.

@@ -2,11 +2,12 @@
 
 use super::*;
 
-/// An amendment of the mix: a step of the run, and weights.
-fn amendment_text(step: u64, weights: &[u32]) -> String {
-    let named = ["a", "b", "c"].iter().zip(weights).filter(|(_, weight)| **weight > 0);
-    let mix: Vec<String> = named.map(|(name, weight)| format!("{name} = {weight}")).collect();
-    format!("[[amendment]]\nstep = {step}\nmix = {{ {} }}\n", mix.join(", "))
+/// An amendment of the mix, which may be a ramp: a step of the run, and weights.
+fn amendment_text(
+    step: u64,
+    (weights, ramp): &(Vec<u32>, Option<(Vec<u32>, &'static str)>),
+) -> String {
+    format!("[[amendment]]\nstep = {step}\nmix = {}\n", mix_text(weights, ramp.as_ref()))
 }
 
 proptest! {
@@ -18,12 +19,13 @@ proptest! {
         seed in 0u64..1 << 40,
         tokens in prop::collection::vec(tokens_draw(), 3),
         phases in prop::collection::vec(phase_draw(), 1..5),
-        amended in prop::collection::vec((any::<prop::sample::Index>(), prop::collection::vec(0u32..9, 3)), 1..4),
+        amended in prop::collection::vec(
+            (any::<prop::sample::Index>(), (prop::collection::vec(0u32..9, 3), ramp_draw())), 1..4),
         asked in (0u64..26_000, 1u64..60),
     ) {
         let plain = curriculum_text(seed, &phases);
         let steps: u64 = phases.iter().map(|phase| phase.steps).sum();
-        let mut amended: Vec<(u64, Vec<u32>)> =
+        let mut amended: Vec<(u64, _)> =
             amended.into_iter().map(|(at, weights)| (1 + at.index(steps as usize) as u64, weights)).collect();
         amended.sort();
         amended.dedup_by_key(|(step, _)| *step);

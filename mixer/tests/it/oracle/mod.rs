@@ -4,6 +4,7 @@
 //! here in the most obvious way.
 
 mod amendments;
+mod draws;
 mod long;
 mod packed;
 
@@ -12,9 +13,13 @@ use std::collections::{BTreeMap, VecDeque};
 use contract::{Key, Permutation};
 use curriculum::Phase;
 use mixer::{
-    Composition, Curriculum, DataPlan, RemainderRule, SampleSpec, SourceFacts, Span, Visit,
+    Composition, Curriculum, DataPlan, Mix, MixWeights, RemainderRule, SampleSpec, SourceFacts,
+    Span, Visit,
 };
 use proptest::prelude::*;
+
+use self::draws::*;
+use crate::naive::NaiveRamp;
 
 /// A source as lists: what is left of opened groups, and the groups not opened yet.
 struct Queue {
@@ -176,28 +181,43 @@ impl Tree {
     }
 }
 
+/// The source of each sample of a mix, one after the other; a ramp is over after `samples`.
+fn mixed(mix: &Mix, samples: u64) -> Box<dyn FnMut() -> usize> {
+    match mix.weights().unwrap() {
+        MixWeights::Constant(weights) => {
+            let mut tree = Tree::new(&weights);
+            Box::new(move || tree.next())
+        }
+        MixWeights::Ramp { from, to, knots } => {
+            let mut tree = NaiveRamp::new([&from, &to], &knots, samples);
+            Box::new(move || tree.next())
+        }
+    }
+}
+
 /// Simulates every sample of the run.
 fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
     let mut queues: Vec<Queue> = facts.iter().map(|f| Queue::new(curriculum.seed, f)).collect();
     let (mut samples, mut part, mut number) = (Vec::new(), 0, 0);
     for (index, spec) in curriculum.phases.iter().enumerate() {
         let mut spec = spec.clone();
-        let (mut names, mut tree, mut given) = (Vec::new(), Tree::Source(0), Vec::new());
+        let (mut names, mut given) = (Vec::new(), Vec::new());
+        let mut next = mixed(&spec.mix, 1);
         for step in 0..spec.steps {
             number += 1;
             let amended =
-                curriculum.amendments.iter().find(|a| a.step == number && !a.mix.is_empty());
+                curriculum.amendments.iter().find(|a| a.step == number && a.mix.is_some());
             if let Some(amendment) = amended {
-                spec.mix = amendment.mix.clone();
+                spec.mix = amendment.mix.clone().unwrap();
             }
             if step == 0 || amended.is_some() {
                 part += 1;
-                names = spec.mix.keys().cloned().collect();
-                tree = Tree::new(&spec.weights().unwrap());
+                names = spec.mix.sources().into_iter().cloned().collect();
+                next = mixed(&spec.mix, (spec.steps - step) * spec.batch);
                 given = vec![0; names.len()];
             }
             for _ in 0..spec.batch {
-                let entry = tree.next();
+                let entry = next();
                 let source = facts.iter().position(|f| f.name == names[entry]).unwrap();
                 let (epoch, spans) = queues[source].next(index, &spec);
                 let (sample, ordinal, seq_len) = (samples.len() as u64, given[entry], spec.seq_len);
@@ -217,75 +237,6 @@ fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
         }
     }
     samples
-}
-
-#[derive(Clone, Debug)]
-struct PhaseDraw {
-    seq_len: u32,
-    batch: u64,
-    steps: u64,
-    weights: Vec<u32>,
-    defer: bool,
-}
-
-fn phase_draw() -> impl Strategy<Value = PhaseDraw> {
-    let seq_len = prop::sample::select(vec![1u32, 2, 3, 4, 6, 12]);
-    let weights = prop::collection::vec(
-        prop_oneof![2 => Just(0u32), 3 => 1u32..50, 1 => Just(100_000u32)],
-        3,
-    );
-    let sizes = (1u64..8, prop_oneof![2 => 1u64..20, 1 => 20u64..250]);
-    (seq_len, sizes, weights, any::<bool>()).prop_map(
-        |(seq_len, (batch, steps), mut weights, defer)| {
-            if weights.iter().all(|&weight| weight == 0) {
-                weights[0] = 1;
-            }
-            PhaseDraw { seq_len, batch, steps, weights, defer }
-        },
-    )
-}
-
-fn tokens_draw() -> impl Strategy<Value = u64> {
-    prop_oneof![1u64..40, 1u64..3000, 12_000u64..26_000, Just(12_288u64), Just(12_289u64)]
-}
-
-/// A curriculum over sources `a`, `b`, `c` without a limit on epochs.
-fn curriculum_text(seed: u64, phases: &[PhaseDraw]) -> String {
-    limited_text(seed, phases, [1_000_000; 3])
-}
-
-fn limited_text(seed: u64, phases: &[PhaseDraw], max_epochs: [u64; 3]) -> String {
-    let mut text = format!("store = \"s\"\nseed = {seed}\n");
-    for (name, max_epochs) in ["a", "b", "c"].iter().zip(max_epochs) {
-        text += &format!("[source.{name}]\nmax_epochs = {max_epochs}\n");
-    }
-    for (index, PhaseDraw { seq_len, batch, steps, weights, defer }) in phases.iter().enumerate() {
-        let mix: Vec<String> = ["a", "b", "c"]
-            .iter()
-            .zip(weights)
-            .filter(|(_, weight)| **weight > 0)
-            .map(|(name, weight)| format!("{name} = {weight}"))
-            .collect();
-        text += &format!(
-            "[[phase]]\nname = \"p{index}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nmix = {{ {} }}\n",
-            mix.join(", ")
-        );
-        text += if *defer { "remainder = \"defer\"\n" } else { "" };
-    }
-    text
-}
-
-fn facts(tokens: &[u64]) -> Vec<SourceFacts> {
-    // Not in name order: the order of stores must not matter.
-    [("c", 2), ("a", 0), ("b", 1)]
-        .iter()
-        .map(|&(name, i)| SourceFacts {
-            name: name.to_owned(),
-            tokens: tokens[i],
-            documents: 1,
-            unit: 12,
-        })
-        .collect()
 }
 
 /// Checks that each epoch has each token of a source once, complete before the next begins; the last epoch has none
@@ -408,13 +359,14 @@ proptest! {
         prop_assert_eq!(plan(&added, &sources).digest_through(step), before);
         let mut longer = phases.clone();
         longer[last].steps += 1 + more.steps;
-        prop_assert_eq!(plan(&longer, &sources).digest_through(step), before);
+        let first_of_last = whole.phases()[last].first_step;
+        let stretched = phases[last].is_ramp() && step >= first_of_last;
+        prop_assert_eq!(plan(&longer, &sources).digest_through(step) == before, !stretched);
         let unused = SourceFacts { name: "unused".to_owned(), tokens: 5, documents: 1, unit: 7 };
         let mut sources_more = vec![unused];
         sources_more.extend(sources.iter().rev().cloned());
         prop_assert_eq!(plan(&phases, &sources_more).digest_through(step), before);
 
-        let first_of_last = whole.phases()[last].first_step;
         let mut edits: Vec<Vec<PhaseDraw>> = vec![phases.clone(); 4];
         edits[0][last].weights[0] += 1;
         edits[1][last].batch += 1;
@@ -426,11 +378,12 @@ proptest! {
             let used = phases[last].weights.iter().filter(|&&weight| weight > 0).count();
             // A single source has the whole weight, whatever its number; and a shortened phase is the same while it
             // lasts.
-            let same = (kind == 0 && used == 1 && phases[last].weights[0] > 0) || kind == 3;
+            let shorter = kind == 3 && (!phases[last].is_ramp() || phases[last].steps == 1);
+            let same = (kind == 0 && used == 1 && phases[last].weights[0] > 0) || shorter;
             prop_assert_eq!(edit.digest_through(first_of_last) == whole.digest_through(first_of_last), same);
         }
         // Equal digests mean equal samples up to that step.
-        let end = if step == 0 { 0 } else { whole.step(step).unwrap().first_sample + whole.step(step).unwrap().batch };
+        let end = if step == 0 || stretched { 0 } else { whole.step(step).unwrap().first_sample + whole.step(step).unwrap().batch };
         let long = plan(&longer, &sources);
         for sample in 0..end {
             prop_assert_eq!(whole.sample(sample).unwrap(), long.sample(sample).unwrap());
@@ -448,7 +401,14 @@ fn windows_behind_the_partial_unit_are_found() {
     for seed in 0..6 {
         for (seq_len, tokens) in [(1, 30_001u64), (2, 30_001), (3, 30_004), (6, 30_010)] {
             let steps = 2 * tokens.div_ceil(u64::from(seq_len));
-            let draw = PhaseDraw { seq_len, batch: 1, steps, weights: vec![1, 0, 0], defer: false };
+            let draw = PhaseDraw {
+                seq_len,
+                batch: 1,
+                steps,
+                weights: vec![1, 0, 0],
+                ramp: None,
+                defer: false,
+            };
             let curriculum = Curriculum::parse(&curriculum_text(seed, &[draw]), "c.toml").unwrap();
             let facts = facts(&[tokens, 1, 1]);
             let plan = DataPlan::new(&curriculum, &facts).unwrap();
