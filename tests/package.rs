@@ -12,20 +12,6 @@ use crate::python::{provision, provision_and, skipped};
 use crate::support::Scratch;
 use crate::tidy::root;
 
-/// The library `zdata._zdata`, built with what this test was built with. Cargo compiles nothing where all of the
-/// workspace was built before.
-fn library() -> PathBuf {
-    let folder = Path::new(env!("CARGO_BIN_EXE_zdata")).parent().unwrap();
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["build", "--locked", "--quiet", "--package", "zdata-python"]);
-    if folder.ends_with("release") {
-        cargo.arg("--release");
-    }
-    let built = cargo.current_dir(root()).output().unwrap();
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    folder.join("lib_zdata.so")
-}
-
 /// Lays the package into a folder for `PYTHONPATH`.
 fn lay(into: &Path) {
     let package = into.join("zdata");
@@ -36,7 +22,9 @@ fn lay(into: &Path) {
             fs::copy(&path, package.join(path.file_name().unwrap())).unwrap();
         }
     }
-    fs::copy(library(), package.join("_zdata.abi3.so")).unwrap();
+    // Cargo builds it for this test, as a library that the root package names.
+    let library = std::env::current_exe().unwrap().with_file_name("lib_zdata.so");
+    fs::copy(library, package.join("_zdata.abi3.so")).unwrap();
 }
 
 /// Runs a file of tests with this Python.

@@ -21,6 +21,10 @@ try:
     from torchdata.stateful_dataloader import StatefulDataLoader
 except ImportError:
     StatefulDataLoader = None
+try:
+    import transformers
+except ImportError:
+    transformers = None
 
 EXAMPLE = Path(os.environ.get("ZDATA_EXAMPLE", Path(__file__).parent.parent / "examples/train.py"))
 
@@ -149,15 +153,43 @@ class Shapes(unittest.TestCase):
         item = self.batch.for_transformers()
         flat = lambda values: values.reshape(-1, *values.shape[2:])
         theirs = torch.nn.functional.cross_entropy(flat(logits[:, :-1]), flat(item["labels"][:, 1:]), reduction="sum")
-        labels = zdata.torch.shifted_labels(self.batch)[:, :-1]
-        ours = torch.nn.functional.cross_entropy(flat(logits[:, :-1]), flat(labels), reduction="sum")
-        torch.testing.assert_close(theirs, ours)
+        each = torch.nn.functional.cross_entropy(flat(logits), flat(torch.from_numpy(self.batch.labels).long()), reduction="none")
+        counts = torch.from_numpy(self.batch.loss_mask).float()
+        counts[:, -1] = 0
+        torch.testing.assert_close(theirs, (each * flat(counts)).sum())
         mask = torch.from_numpy(self.batch.loss_mask)[:, :-1]
         self.assertEqual(int((item["labels"] != -100).sum()), int(mask.sum()))
         self.assertTrue(bool((item["labels"][:, 0] == -100).all()))
         self.assertEqual({tensor.dtype for tensor in item.values()}, {torch.int64})
         joined = zdata.torch.collate([item, item])
         self.assertEqual(joined["input_ids"].shape[0], 2 * len(self.batch))
+
+
+@unittest.skipIf(transformers is None, "transformers is not installed")
+class OfTransformers(unittest.TestCase):
+    def test_a_trainer_sees_every_micro_batch_in_order_and_takes_our_labels(self):
+        seen = []
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes["vocab_size"] = zdata.Plan(curriculum()).vocab
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        model.register_forward_pre_hook(lambda _, args, named: seen.append(named), with_kwargs=True)
+        make = lambda **more: zdata.torch.IterableDataset(curriculum(), unit="micro_batch", **more)
+        parts = [part for batch in zdata.Loader(curriculum()).batches() for part in batch.micro_batches()]
+        with tempfile.TemporaryDirectory() as out:
+            settings = transformers.TrainingArguments(
+                out, max_steps=len(parts), per_device_train_batch_size=1, report_to=[], use_cpu=True, logging_steps=1,
+                save_strategy="no", disable_tqdm=True, accelerator_config={"dispatch_batches": False},
+            )
+            trainer = transformers.Trainer(
+                model, settings, train_dataset=make(transform=zdata.torch.for_transformers),
+                data_collator=zdata.torch.collate,
+            )
+            trainer.train()
+        self.assertEqual(len(seen), len(parts))
+        for given, part in zip(seen, parts):
+            np.testing.assert_array_equal(given["input_ids"].numpy(), part.tokens)
+            np.testing.assert_array_equal(given["position_ids"].numpy(), part.position_ids)
+            self.assertEqual(int((given["labels"] != -100).sum()), int(part.loss_mask[:, :-1].sum()))
 
 
 class OfReadme(unittest.TestCase):

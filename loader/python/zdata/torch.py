@@ -34,14 +34,13 @@ def tensors(batch: Batch) -> dict[str, Any]:
 def for_transformers(batch: Batch) -> dict[str, torch.Tensor]:
     """What a model of Hugging Face transformers takes: input_ids, labels and position_ids, int64.
 
-    The models shift labels by themselves, so `labels[i]` is token `i` where it is the label of the one before it in the
-    same row, and -100 elsewhere. The label that a row's last token has, the first of the next row, is left out.
+    The models shift labels by themselves, inside a row: `labels[i]` is the label of token `i - 1`, and -100 where it has
+    none. The label of a row's last token, which stands after the row, is left out.
     """
-    tokens = torch.from_numpy(batch.tokens).long()
-    labels = torch.full_like(tokens, -100)
-    counts = torch.from_numpy(batch.loss_mask)[:, :-1].bool()
-    labels[:, 1:] = torch.where(counts, tokens[:, 1:], -100)
-    return {"input_ids": tokens, "labels": labels, "position_ids": torch.from_numpy(batch.position_ids).long()}
+    labels = torch.full(batch.tokens.shape, -100)
+    labels[:, 1:] = shifted_labels(batch)[:, :-1]
+    tokens, positions = (torch.from_numpy(column).long() for column in (batch.tokens, batch.position_ids))
+    return {"input_ids": tokens, "labels": labels, "position_ids": positions}
 
 
 def shifted_labels(batch: Batch, ignore_index: int = -100) -> torch.Tensor:
