@@ -34,7 +34,7 @@ package() {
   "$copy/venv/bin/pip" install --quiet torch==2.11.0 torchdata transformers accelerate "$copy"/zdata-*.whl
   cd "$copy"
   "$copy/venv/bin/zdata" --version
-  for test in test_zdata.py test_torch.py; do "$copy/venv/bin/python" "$OLDPWD/loader/python/tests/$test"; done
+  for test in test_zdata.py test_torch.py; do FULL=1 "$copy/venv/bin/python" "$OLDPWD/loader/python/tests/$test"; done
   cd "$OLDPWD"
 }
 

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::python::{provision, provision_and, skipped};
-use crate::support::Scratch;
+use crate::remote::Bucket;
+use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata};
 use crate::tidy::root;
 
 /// Lays the package into a folder for `PYTHONPATH`.
@@ -52,4 +53,35 @@ fn the_python_package_reads_what_the_rust_loader_reads() {
 #[test]
 fn torch_gets_every_batch_once_and_in_order() {
     passes("test_torch.py", provision_and("torch.txt", Some("torch_alone.py")));
+}
+
+/// Reads a step, and the next one in a forked child and itself.
+const FORKED: &str = "
+import os, sys, zdata
+loader = zdata.Loader(sys.argv[1])
+print(loader.batch(1).digest, flush=True)
+child = os.fork()
+print(loader.batch(2).digest, flush=True)
+if child == 0:
+    os._exit(0)
+os._exit(os.waitpid(child, 0)[1])
+";
+
+/// The threads that serve requests are not in the child.
+#[test]
+fn a_forked_child_reads_a_bucket() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 120, ""), "served/store");
+    let local = curriculum(&scratch, &store, "local.toml", &[]);
+    let served = curriculum(&scratch, Path::new("s3://bucket/store"), "run.toml", &[]);
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    let site = scratch.path("site");
+    lay(&site);
+    let mut python = Command::new("python3");
+    python.args(["-c", FORKED, arg(&served)]).env("PYTHONPATH", &site);
+    let found = Ran::from(bucket.reached_by(python).output().unwrap()).ok();
+    let wanted = zdata(&["digest", arg(&local), "--steps", "1..3"]).ok();
+    let wanted: Vec<&str> =
+        wanted.lines().filter_map(|line| line.split_once(' ')).map(|it| it.1).collect();
+    assert_eq!(found.lines().collect::<Vec<_>>(), [wanted[0], wanted[1], wanted[1]]);
 }

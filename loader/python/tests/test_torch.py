@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,19 @@ try:
     import transformers
 except ImportError:
     transformers = None
+
+# Runs a program that is killed in place of its COUNT-th checkpoint.
+KILLED = """
+import os, pathlib, runpy, signal, sys
+left, replace = int(sys.argv[1]), pathlib.Path.replace
+def dying(path, target):
+    global left
+    left -= 1
+    return replace(path, target) if left else os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.replace = dying
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 EXAMPLE = Path(os.environ.get("ZDATA_EXAMPLE", Path(__file__).parent.parent / "examples/train.py"))
 
@@ -86,7 +100,7 @@ class Workers(unittest.TestCase):
 class Resume(unittest.TestCase):
     def test_a_state_is_a_step_and_fits_other_workers(self):
         wanted = loaded(zdata.torch.IterableDataset(curriculum(), transform=name), 0)
-        for taken in range(0, 12, 3):
+        for taken in (0, 6, 11):
             first = zdata.torch.IterableDataset(curriculum(), transform=name)
             items = [item for _, item in zip(range(taken), first)]
             state = json.loads(json.dumps(first.state_dict()))
@@ -110,7 +124,7 @@ class Resume(unittest.TestCase):
         for unit in zdata.torch.UNITS:
             wanted = loaded(zdata.torch.IterableDataset(curriculum(), unit=unit, transform=name), 0)
             for workers in (0, 1, 3):
-                for taken in (1, 4, 7):
+                for taken in (1, 7):
                     def begin():
                         dataset = zdata.torch.IterableDataset(curriculum(), unit=unit, transform=name)
                         return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=same)
@@ -201,42 +215,38 @@ class OfReadme(unittest.TestCase):
 
 
 class Example(unittest.TestCase):
-    def train(self, folder, ranks, *, kill_after=None):
+    def train(self, folder, ranks, killed_at=None):
         """Runs the example on so many ranks; returns the lines of its log."""
-        log = Path(folder) / "log.jsonl"
+        program = [] if killed_at is None else ["-c", KILLED, str(killed_at)]
         with tempfile.TemporaryDirectory() as meeting:
             started = []
             for rank in range(ranks):
-                environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-                environment |= {"OMP_NUM_THREADS": "1", "ZDATA_MEETING": f"file://{meeting}/meeting"}
-                command = [sys.executable, EXAMPLE, curriculum(), "--out", folder]
+                environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+                environment |= {"ZDATA_MEETING": f"file://{meeting}/meeting"}
+                command = [sys.executable, *program, EXAMPLE, curriculum(), "--out", folder]
                 started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-            if kill_after is not None:
-                while not (log.exists() and len(log.read_text().splitlines()) >= kill_after):
-                    if started[0].poll() is not None:
-                        break
-                for process in started:
-                    process.send_signal(signal.SIGKILL)
-            for process in started:
+            for rank, process in enumerate(started):
+                if killed_at is not None and rank > 0:
+                    process.kill()  # Rank 0 is dead, and nothing tells the others.
                 errors = process.communicate(timeout=300)[1]
-                if kill_after is None:
-                    self.assertEqual(process.returncode, 0, errors)
-        return [json.loads(line) for line in log.read_text().splitlines()]
+                self.assertEqual(process.returncode, 0 if killed_at is None else -signal.SIGKILL, errors)
+        return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
 
     def test_an_example_that_is_killed_goes_on_with_the_same_losses_and_data(self):
         wanted = digests(curriculum())
         runs = {}
-        for ranks in (1, 2):
+        for ranks in (1, 2) if "FULL" in os.environ else (1,):
             with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as killed:
                 runs[ranks] = self.train(whole, ranks)
                 self.assertEqual([line["step"] for line in runs[ranks]], list(range(1, 13)))
                 self.assertEqual([line["digest"] for line in runs[ranks]], wanted)
-                self.train(killed, ranks, kill_after=5)
+                self.assertEqual(self.train(killed, ranks, killed_at=5), runs[ranks][:4])
                 self.assertEqual(self.train(killed, ranks), runs[ranks])
         self.assertLess(runs[1][-1]["loss"], runs[1][0]["loss"])
-        for one, two in zip(runs[1], runs[2]):
+        for one, two in zip(runs[1], runs.get(2, [])):
             self.assertAlmostEqual(one["loss"], two["loss"], places=3)
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     unittest.main(verbosity=2)

@@ -97,12 +97,12 @@ class IterableDataset(torch.utils.data.IterableDataset):
         self._begin = self._next = (start, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Where iteration goes on."""
+        """The place of the next item."""
         step, micro_batch = self._next
         return {"step": step} if self.unit == "step" else {"step": step, "micro_batch": micro_batch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where the state was taken."""
+        """Continues where the state was taken."""
         self._begin = self._next = (state["step"], state.get("micro_batch", 0))
 
     def _count(self, step: int) -> int:
