@@ -80,11 +80,6 @@ impl Batch {
     }
 
     #[getter]
-    fn batch(&self) -> u64 {
-        self.spec.batch
-    }
-
-    #[getter]
     fn first_sample(&self) -> u64 {
         self.spec.first_sample
     }
@@ -97,11 +92,6 @@ impl Batch {
     #[getter]
     fn sequence_digests(&self) -> Outcome<Vec<String>> {
         Ok(self.get()?.sequences.iter().map(ToString::to_string).collect())
-    }
-
-    #[getter]
-    fn boundaries(&self) -> Outcome<Vec<Vec<u32>>> {
-        Ok(self.get()?.boundaries.clone())
     }
 
     /// The digest of a run of rows.

@@ -11,7 +11,7 @@ from . import provenance
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
+    from torch import Tensor
 
 
 class Batch:
@@ -124,13 +124,13 @@ class Batch:
         """The source of a row."""
         return self._batch.sample(self._range[0] + range(len(self))[row])[0]
 
-    def torch(self) -> dict[str, torch.Tensor]:
+    def torch(self) -> dict[str, Tensor | int | str]:
         """The arrays as tensors, which share their memory: tokens, labels, loss_mask, position_ids, cu_seqlens."""
         from .torch import tensors
 
         return tensors(self)
 
-    def for_transformers(self) -> dict[str, torch.Tensor]:
+    def for_transformers(self) -> dict[str, Tensor]:
         """What a model of Hugging Face transformers takes; see `zdata.torch.for_transformers`."""
         from .torch import for_transformers
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, final
 
 __version__: str
 
@@ -10,11 +10,13 @@ def main(program: str | PathLike[str], args: Sequence[str]) -> int: ...
 def step_digest(sequences: Sequence[str]) -> str:
     """The digest of a step from the digests of its sequences, in order."""
 
+@final
 class Array:
     @property
     def __array_interface__(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
 
+@final
 class Batch:
     @property
     def step(self) -> int: ...
@@ -36,9 +38,11 @@ class Batch:
     def documents(self, rows: tuple[int, int], text: bool) -> str: ...
     def sample(self, row: int) -> tuple[str, int, int]: ...
 
+@final
 class BatchesAhead:
     def __next__(self) -> Batch: ...
 
+@final
 class Curriculum:
     def __new__(cls, file: str | PathLike[str], overrides: str | None) -> Curriculum: ...
     @property
@@ -57,6 +61,7 @@ class Curriculum:
     def digests(self, start: int, stop: int, threads: int) -> list[str]: ...
     def ahead(self, steps: tuple[int, int], part: tuple[int, int], threads: int, depth: int) -> BatchesAhead: ...
 
+@final
 class Store:
     def __new__(cls, root: str | PathLike[str]) -> Store: ...
     def manifest(self) -> str: ...
