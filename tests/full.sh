@@ -25,6 +25,19 @@ trackers() {
   FULL=1 cargo test --test it -- metrics:: --nocapture
 }
 
+# The Python package from its wheel, with the whole of PyTorch: the tests of CI, and a Trainer of Hugging Face transformers.
+package() {
+  copy=$(mktemp -d)
+  trap 'rm -rf "$copy"' EXIT
+  sh loader/python/wheel.sh "$copy"
+  python3 -m venv "$copy/venv"
+  "$copy/venv/bin/pip" install --quiet torch==2.11.0 torchdata transformers accelerate "$copy"/zdata-*.whl
+  cd "$copy"
+  "$copy/venv/bin/zdata" --version
+  for test in test_zdata.py test_torch.py; do FULL=1 "$copy/venv/bin/python" "$OLDPWD/loader/python/tests/$test"; done
+  cd "$OLDPWD"
+}
+
 # Every property with twenty times its cases, in a copy of the tree.
 cases() {
   copy=$(mktemp -d)
@@ -37,4 +50,4 @@ cases() {
   for crate in mixer loader kernels trainer ingest; do cargo test -p "$crate" --lib --no-fail-fast; done
 }
 
-for section in ${@:-verdicts crashes ranks trackers}; do "$section"; done
+for section in ${@:-verdicts crashes ranks trackers package}; do "$section"; done

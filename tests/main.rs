@@ -44,6 +44,7 @@ mod metrics;
 mod network;
 #[cfg(feature = "train")]
 mod own;
+mod package;
 mod packed;
 #[cfg(feature = "train")]
 mod page;

@@ -14,8 +14,15 @@ pub(crate) fn tests_folder() -> PathBuf {
 
 /// A Python with the packages of `list`, a file in this folder; or why there is none.
 pub(crate) fn provision(list: &str) -> Result<PathBuf, String> {
+    provision_and(list, None)
+}
+
+/// The same after the program `finish`, a file in this folder, ran with it.
+pub(crate) fn provision_and(list: &str, finish: Option<&str>) -> Result<PathBuf, String> {
     let list = tests_folder().join(list);
-    let wanted = fs::read(&list).unwrap();
+    let finish = finish.map(|program| tests_folder().join(program));
+    let mut wanted = fs::read(&list).unwrap();
+    wanted.extend(finish.iter().flat_map(|program| fs::read(program).unwrap()));
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
     let cache = cache.ok_or("no HOME")?.join("ztrain");
@@ -32,6 +39,9 @@ pub(crate) fn provision(list: &str) -> Result<PathBuf, String> {
     let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"];
     let pip = [&pip[..], &["--only-binary=:all:", "--timeout=20", "--retries=1", "-r"]].concat();
     ran(Command::new(fresh.join("bin/python")).args(pip).arg(&list))?;
+    if let Some(program) = &finish {
+        ran(Command::new(fresh.join("bin/python")).arg(program))?;
+    }
     if fs::rename(&fresh, &home).is_err() && !python.exists() {
         return Err(format!("{} cannot be made", home.display()));
     }

@@ -256,6 +256,11 @@ impl Fault {
         self.0.place.as_deref()
     }
 
+    /// What was found, what was wanted and what to do next, where they are known.
+    pub fn details(&self) -> [Option<&str>; 3] {
+        [self.0.found.as_deref(), self.0.wanted.as_deref(), self.0.hint.as_deref()]
+    }
+
     /// Who has to act.
     pub fn class(&self) -> Class {
         self.0.class

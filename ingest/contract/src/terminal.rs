@@ -91,8 +91,13 @@ macro_rules! note {
 
 /// The end of a program: prints the fault, whose class is the exit code.
 pub fn end(outcome: Result<u8>) -> ExitCode {
-    ExitCode::from(outcome.unwrap_or_else(|fault| {
+    ExitCode::from(exit_code(outcome))
+}
+
+/// The same for a caller that ends the process itself.
+pub fn exit_code(outcome: Result<u8>) -> u8 {
+    outcome.unwrap_or_else(|fault| {
         say(format_args!("error: {fault}"));
         fault.class().exit_code()
-    }))
+    })
 }

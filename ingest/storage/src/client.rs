@@ -8,7 +8,7 @@ use std::io::{Error, ErrorKind, Read, Result};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use contract::note;
@@ -26,6 +26,7 @@ use tokio::runtime::Runtime;
 
 use crate::environment::{self, BucketAccess};
 use crate::listing::Connector;
+use crate::process::OncePerProcess;
 use crate::tag;
 
 /// How often a request is made in total.
@@ -112,8 +113,8 @@ pub(super) struct Client {
 
 /// The runtime that requests run on. The caller's threads wait for the answers.
 fn runtime() -> Result<&'static Runtime> {
-    static RUNTIME: OnceLock<std::result::Result<Runtime, String>> = OnceLock::new();
-    let made = RUNTIME.get_or_init(|| {
+    static RUNTIME: OncePerProcess<std::result::Result<Runtime, String>> = OncePerProcess::new();
+    let made = RUNTIME.get(|| {
         let mut builder = tokio::runtime::Builder::new_multi_thread();
         builder.worker_threads(2).thread_name("s3").enable_all().build().map_err(|e| e.to_string())
     });

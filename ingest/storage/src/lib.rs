@@ -24,6 +24,7 @@ pub mod copies;
 pub mod crash;
 mod environment;
 mod listing;
+mod process;
 pub mod publish;
 pub mod staging;
 mod tag;
@@ -44,6 +45,7 @@ use store::regular;
 
 use self::cache::Cache;
 use self::client::{Client, ObjectInfo, PutOutcome, TransferError};
+use self::process::OncePerProcess;
 
 /// Bytes read at a time where a range of a file is wanted, and cached.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -135,8 +137,8 @@ pub fn bucket(name: &str) -> Location {
 
 /// The S3 of the environment: one for a process, so that connections and copies are shared.
 fn s3() -> Arc<dyn Remote> {
-    static S3: OnceLock<Arc<S3>> = OnceLock::new();
-    Arc::clone(S3.get_or_init(Arc::default)) as Arc<dyn Remote>
+    static S3: OncePerProcess<Arc<S3>> = OncePerProcess::new();
+    Arc::clone(S3.get(Arc::default)) as Arc<dyn Remote>
 }
 
 /// Object storage, connected at the first request: most runs are local.

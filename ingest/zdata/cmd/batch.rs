@@ -82,7 +82,7 @@ struct Sequence {
 
 /// A run of a document's tokens.
 #[derive(Serialize)]
-struct Document {
+pub(crate) struct Document {
     id: String,
     document: u64,
     file: String,
@@ -97,7 +97,9 @@ struct Document {
     document_tokens: u64,
     /// Whether an amendment hides it here: then the model sees padding in its place.
     banned: bool,
-    text: String,
+    /// Unless only places are wanted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
 }
 
 /// Does it.
@@ -146,10 +148,9 @@ fn explained(
     rows: Vec<u64>,
 ) -> Result<(Vec<Sequence>, String)> {
     let batch = loader::rows(plan, stores, spec.step, rows.iter().copied())?;
-    let decoder = Decoder::new(&stores.tokenizer()?)?;
-    let all = pieces(plan, stores, &batch.samples)?;
+    let all = documents(plan, stores, &batch.samples, true)?;
     let mut sequences = Vec::with_capacity(batch.samples.len());
-    for (number, (sample, pieces)) in batch.samples.iter().zip(all).enumerate() {
+    for (number, (sample, documents)) in batch.samples.iter().zip(all).enumerate() {
         let mut sequence = Sequence::new(plan, rows[number], sample);
         let mask = batch.row(batch.columns().mask, number as u64);
         sequence.label_count = Some(mask.iter().map(|label| u64::from(*label)).sum());
@@ -157,12 +158,27 @@ fn explained(
         sequence.labels = batch.row(batch.columns().labels, number as u64).to_vec();
         sequence.loss_mask = mask.to_vec();
         sequence.digest = Some(batch.sequences[number].to_string());
-        for piece in pieces {
-            sequence.documents.push(Document::new(&decoder, stores, &sequence.source, piece)?);
-        }
+        sequence.documents = documents;
         sequences.push(sequence);
     }
     Ok((sequences, batch.digest().to_string()))
+}
+
+/// The documents of each sample in reading order, with their text if it is wanted.
+pub(crate) fn documents(
+    plan: &DataPlan,
+    stores: &Stores,
+    samples: &[SampleSpec],
+    text: bool,
+) -> Result<Vec<Vec<Document>>> {
+    let decoder = if text { Some(Decoder::new(&stores.tokenizer()?)?) } else { None };
+    let all = samples.iter().zip(pieces(plan, stores, samples)?);
+    let documents = all.map(|(sample, pieces)| {
+        let source = &plan.sources()[sample.source].name;
+        let pieces = pieces.into_iter();
+        pieces.map(|piece| Document::new(decoder.as_ref(), stores, source, piece)).collect()
+    });
+    documents.collect()
 }
 
 impl Sequence {
@@ -208,10 +224,18 @@ impl Sequence {
 }
 
 impl Document {
-    fn new(decoder: &Decoder, stores: &Stores, source: &str, piece: SequencePart) -> Result<Self> {
+    fn new(
+        decoder: Option<&Decoder>,
+        stores: &Stores,
+        source: &str,
+        piece: SequencePart,
+    ) -> Result<Self> {
         let stream = stores.stream(source, Split::Train)?;
-        let mut ids = Vec::new();
-        stream.read_tokens(piece.tokens.clone(), &mut ids)?;
+        let text = |decoder: &Decoder| {
+            let mut ids = Vec::new();
+            stream.read_tokens(piece.tokens.clone(), &mut ids)?;
+            decoder.text(&ids)
+        };
         let (inner, record) = (piece.in_document(), &piece.record);
         Ok(Document {
             id: record.shown_id().into_owned(),
@@ -225,7 +249,7 @@ impl Document {
             of_document: [inner.start, inner.end],
             document_tokens: record.tokens,
             banned: piece.banned,
-            text: decoder.text(&ids)?,
+            text: decoder.map(text).transpose()?,
         })
     }
 
@@ -239,6 +263,7 @@ impl Document {
         };
         let (id, origin) = (output::plain(id), output::plain(origin));
         let mut out = format!("  {from}..{to}  {id}{part}{banned}  {origin}\n");
+        let text = text.as_deref().unwrap_or_default();
         if full {
             text.lines().for_each(|line| out += &format!("    | {line}\n"));
         } else {

@@ -121,7 +121,7 @@ fn remote_build(corpus: &Corpus, target: &Object, options: Options) -> Result<Ma
 }
 
 /// Has Slurm run the tasks and their merge.
-fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest> {
+fn by_slurm(corpus: &Corpus, args: &Args, options: &Options, program: PathBuf) -> Result<Manifest> {
     let Location::Local(out) = args.out()? else {
         return Err(Fault::usage("tasks merge into a folder of this machine")
             .at("--out")
@@ -143,8 +143,6 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
             note!("{}: {left} of {all} to run, in {}", stage.name(), work.display());
         }
     }
-    let program = std::env::current_exe();
-    let program = program.map_err(|error| Fault::io("find", Path::new("zdata"), &error))?;
     let (sbatch, workers) = (args.sbatch.clone(), options.workers);
     slurm::run(&plan, out, &slurm::Options { program, sbatch, workers })?;
     cluster::tallies(&plan)?.iter().for_each(|tally| note!("{tally}"));
@@ -233,8 +231,8 @@ fn shown(forecast: &Forecast) -> String {
     text
 }
 
-/// Does it.
-pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
+/// Does it. Jobs of Slurm run `program`.
+pub(crate) fn exec(args: Args, quiet: bool, program: PathBuf) -> Result<()> {
     if let Some(from) = &args.from {
         return Err(refuse_from(from));
     }
@@ -260,7 +258,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     }
     let options = Options { workers, engine, quiet, work: args.cache_dir.clone() };
     let manifest = if args.executor == Place::Slurm {
-        by_slurm(&corpus, &args, &options)?
+        by_slurm(&corpus, &args, &options, program)?
     } else {
         match args.out()? {
             Location::Object(target) => remote_build(&corpus, target, options)?,

@@ -37,7 +37,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
 
 /// The answer; `--json` prints it as it is.
 #[derive(Serialize)]
-struct Report {
+pub(crate) struct Report {
     steps: u64,
     samples: u64,
     /// Tokens of text, padding left out.
@@ -150,7 +150,7 @@ struct PackedRow {
 }
 
 impl Report {
-    fn new(opened: &OpenedCurriculum) -> Result<Self> {
+    pub(crate) fn new(opened: &OpenedCurriculum) -> Result<Self> {
         let (plan, curriculum): (&DataPlan, &Curriculum) = (&opened.plan, &opened.curriculum);
         let phases: Vec<PhaseRow> =
             (0..plan.phases().len()).map(|index| PhaseRow::new(plan, curriculum, index)).collect();

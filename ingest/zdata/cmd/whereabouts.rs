@@ -32,7 +32,7 @@ pub(crate) struct Args {
 
 /// A document that has the id.
 #[derive(Serialize)]
-struct Whereabouts {
+pub(crate) struct Whereabouts {
     id: String,
     source: String,
     split: &'static str,
@@ -64,34 +64,49 @@ struct Seen {
 pub(crate) fn exec(args: Args) -> Result<()> {
     let opened = super::opened(&args.curriculum)?;
     let stores = opened.stores()?;
-    let found = meanwhile("where", "searching", || search(&opened.plan, stores, &args))?;
+    let (doc, source) = (args.doc.as_str(), args.source.as_deref());
+    let found = meanwhile("where", "searching", || search(&opened.plan, stores, doc, source))?;
+    output::answer(args.json, &found, || text(&found))
+}
+
+/// All documents with the id, in the order of the plan's sources; having none is an error.
+pub(crate) fn search(
+    plan: &DataPlan,
+    stores: &Stores,
+    doc: &str,
+    source: Option<&str>,
+) -> Result<Vec<Whereabouts>> {
+    let found = found(plan, stores, doc, source)?;
     if found.is_empty() {
-        let place =
-            args.source.as_ref().map_or("any source".to_owned(), |name| format!("{name:?}"));
+        let place = source.map_or("any source".to_owned(), |name| format!("{name:?}"));
         return Err(Fault::usage(format!("no document of {place} has this id"))
-            .found(format!("{:?}", args.doc))
+            .found(format!("{doc:?}"))
             .hint(
                 "`zdata batch CURRICULUM.toml --step N` shows ids (FILE#ROW where the corpus has none, FILE counting \
                  the inputs of the source from 0), \
                  `zdata inspect STORE --dropped` those of documents that were not kept",
             ));
     }
-    output::answer(args.json, &found, || text(&found))
+    Ok(found)
 }
 
-/// All documents with the id, in the order of the plan's sources.
-fn search(plan: &DataPlan, stores: &Stores, args: &Args) -> Result<Vec<Whereabouts>> {
-    if let Some(name) = &args.source {
+fn found(
+    plan: &DataPlan,
+    stores: &Stores,
+    doc: &str,
+    source: Option<&str>,
+) -> Result<Vec<Whereabouts>> {
+    if let Some(name) = source {
         stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
     }
     let mut found = Vec::new();
     for (number, facts) in plan.sources().iter().enumerate() {
-        if args.source.as_ref().is_some_and(|name| *name != facts.name) {
+        if source.is_some_and(|name| *name != facts.name) {
             continue;
         }
         for split in Split::ALL {
             let stream = stores.stream(&facts.name, split)?;
-            for document in stream.find(&args.doc)? {
+            for document in stream.find(doc)? {
                 let record = stream.document(document)?;
                 let seen = match split {
                     Split::Train => seen(plan, number, &record)?,
