@@ -109,6 +109,27 @@ impl Curriculum {
         Ok(Batch::new(batch, &self.opened, &opened, spec))
     }
 
+    /// One of a rank's micro-batches of a step.
+    fn micro_batch(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        rank: u32,
+        world: u32,
+        index: usize,
+    ) -> Outcome<Batch> {
+        let slice = RankSlice::new(rank, world)?;
+        let (_, spec) = self.spec(py, step)?;
+        let size = usize::try_from(spec.micro_batch).unwrap_or(usize::MAX);
+        let first = index.saturating_mul(size);
+        let rows: Vec<u64> = slice.rows(&spec).skip(first).take(size).collect();
+        if rows.is_empty() {
+            let fault = Fault::usage("the rank does not have this micro-batch of the step");
+            return Err(fault.found(format!("micro-batch {index} of step {step}")).into());
+        }
+        self.rows(py, step, rows)
+    }
+
     /// Some rows of a step, counted in the step.
     fn rows(&self, py: Python<'_>, step: u64, rows: Vec<u64>) -> Outcome<Batch> {
         let (opened, spec) = self.spec(py, step)?;

@@ -231,6 +231,12 @@ class OfLoader(unittest.TestCase):
         shifted = parts[1].cu_seqlens + 2 * batch.seq_len
         self.assertTrue(set(shifted.tolist()) <= set(batch.cu_seqlens.tolist()))
         self.assertEqual(parts[2].rows, [4, 5])
+        for rank, world in [(0, 1), (1, 2), (2, 3)]:
+            loader = zdata.Loader(curriculum(), rank, world)
+            views = list(loader.batch(10).micro_batches())
+            read = [loader.micro_batch(10, index) for index in range(loader.micro_batch_count(10))]
+            self.assertEqual([(part.rows, part.digest) for part in read], [(part.rows, part.digest) for part in views])
+            self.assertRaises(zdata.UsageError, lambda: loader.micro_batch(10, len(views)))
 
     def test_memory_is_not_reused_while_it_is_referenced(self):
         wanted = self.loader.batch(1).tokens.copy()

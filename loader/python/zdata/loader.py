@@ -44,6 +44,10 @@ class Loader:
         """This rank's part of a step. A rank that has no micro-batch of a step gets a batch without rows."""
         return Batch(self._curriculum.batch(step, self.rank, self.world))
 
+    def micro_batch(self, step: int, index: int) -> Batch:
+        """One of this rank's micro-batches of a step, from 0; nothing else is read."""
+        return Batch(self._curriculum.micro_batch(step, self.rank, self.world, index))
+
     def rows(self, step: int, rows: Sequence[int]) -> Batch:
         """Some rows of a step, of whichever rank."""
         return Batch(self._curriculum.rows(step, list(rows)))

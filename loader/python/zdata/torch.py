@@ -121,16 +121,13 @@ class IterableDataset(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        held: Batch | None = None
         turn = self._begin
         while True:
             # All workers count turns from the same place, so their states agree.
             step, index = self._after(turn, number)
             if step >= self.stop:
                 return
-            if held is None or held.step != step:
-                held = self.loader.batch(step)
-            item = list(held.micro_batches())[index] if self.unit == "micro_batch" else held
+            item = self.loader.batch(step) if self.unit == "step" else self.loader.micro_batch(step, index)
             self._next = turn = self._after(turn, workers)
             yield self.transform(item)
 
