@@ -1,5 +1,7 @@
 //! Fear: that a ramp reads other text than its integral says, or that it reaches back to the steps before it.
 
+use std::path::Path;
+
 use serde_json::Value;
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, zdata};
@@ -71,4 +73,35 @@ fn a_later_ramp_leaves_the_steps_before_it() {
     assert_eq!((same(&plain, &run), run.lines().count()), (12, 20), "{run}");
     assert!((12..20).contains(&same(&run, &longer)), "a longer phase stretches its ramp");
     assert_eq!(run, digests(&scratch.path("run.toml")));
+}
+
+/// A batch that grows reads the same sequences in the same order, and `zdata` has one row for it.
+#[test]
+fn a_batch_that_grows_moves_no_sequence() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    // 12 steps of 8 are 96 sequences; 4 x 4 + 4 x 8 + 4 x 12 are as many.
+    let plain = curriculum(&scratch, &store, "plain.toml", &[]);
+    let growing = ("batch = 8", "batch = { from = 4, to = 12, every = 4, by = 4 }");
+    let run = curriculum(&scratch, &store, "run.toml", &[growing]);
+    let read = |path: &Path| {
+        let rows = |step: u64| {
+            let batch = json(&["batch", arg(path), "--step", &step.to_string()]);
+            batch["sequences"].as_array().unwrap().clone()
+        };
+        (1..13)
+            .map(rows)
+            .map(|rows| rows.iter().map(|row| row["spans"].to_string()).collect::<Vec<_>>())
+            .collect::<Vec<_>>()
+    };
+    let (plain_rows, rows) = (read(&plain), read(&run));
+    let sizes: Vec<usize> = rows.iter().map(Vec::len).collect();
+    assert_eq!(sizes, [4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12]);
+    assert_eq!(plain_rows.concat(), rows.concat());
+    let plan = json(&["plan", arg(&run)]);
+    assert_eq!(plan["phases"].as_array().unwrap().len(), 2);
+    assert_eq!(plan["phases"][0]["batches"].to_string(), "[[1,4],[5,8],[9,12]]");
+    assert_eq!(plan["phases"][0]["samples"], 96);
+    let text = zdata(&["plan", arg(&run)]).ok();
+    assert!(text.contains("; 4 to 12 sequences of 64 tokens in a step"), "{text}");
 }

@@ -1,4 +1,5 @@
-//! What planning costs: 1,000 sources of 10^13 tokens together, 1.1 million steps, two phases of different length.
+//! What planning costs: 1,000 sources of 10^13 tokens together, 1.3 million steps, two phases of different length and a
+//! ramp.
 //!
 //! `cargo bench -p mixer`. Each row is the mean over many queries at one place of the run.
 
@@ -31,13 +32,13 @@ fn main() {
     let plan = DataPlan::new(&curriculum, &facts).expect("the curriculum fits its sources");
     println!("{:<44} {:>10.1} us", "Plan::new", started.elapsed().as_secs_f64() * 1e6);
     let before = resident();
-    for step in [10, 100_000, 1_000_000, plan.steps()] {
+    for step in [10, 100_000, 1_000_000, 1_200_000, plan.steps()] {
         questions(&plan, step);
     }
     println!("resident memory {before} KiB before the questions, {} KiB after", resident());
 }
 
-/// Two phases over all sources, their weights far apart.
+/// Three phases over all sources, their weights far apart; the last is a ramp.
 fn curriculum() -> String {
     let mix = |power: u32| -> String {
         let weight = |i: u64| 1 + (i * 7919 % 1000).pow(power);
@@ -48,7 +49,11 @@ fn curriculum() -> String {
     format!(
         "store = \"s\"\n{limits}[[phase]]\nname = \"a\"\nsteps = 900_000\nseq_len = 4096\nbatch = 2048\n\
          mix = {{ {} }}\n\
-         [[phase]]\nname = \"b\"\nsteps = 200_000\nseq_len = 32_768\nbatch = 256\nmix = {{ {} }}\n",
+         [[phase]]\nname = \"b\"\nsteps = 200_000\nseq_len = 32_768\nbatch = 256\nmix = {{ {} }}\n\
+         [[phase]]\nname = \"c\"\nsteps = 200_000\nseq_len = 4096\nbatch = 2048\n\
+         mix = {{ from = {{ {} }}, to = {{ {} }}, curve = \"cosine\" }}\n",
+        mix(1),
+        mix(2),
         mix(1),
         mix(2)
     )

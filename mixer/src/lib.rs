@@ -13,12 +13,13 @@
 //! Invariant: no I/O, no threads, no clock, and no float affects which text is read.
 //! Invariant: the size of a plan grows with phases x sources, never with tokens, samples or steps.
 //!
-//! An amendment of a mix at step S cuts a phase into two segments. Only an [`order::Cursor`] is passed from the first
-//! to the second. A banned document keeps its position; only its text is hidden in samples from S on.
+//! An amendment of a mix at step S cuts a phase into two segments, and so does a change of the batch. Only an
+//! [`order::Cursor`] is passed from the first to the second, and the place in the mix where only the batch changes.
+//! A banned document keeps its position; only its text is hidden in samples from S on.
 //!
 //! A source with packed documents permutes packs instead of windows, so a sample has several [`Span`]s. The content of
-//! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights needs no other clock: it
-//! gives a phase other closed forms of the same queries ([`mixing::Mixing`]: pick, count, nth).
+//! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights has no other clock: it
+//! is another closed form of the same queries ([`mixing::Mixing`]: pick, count, nth).
 
 #![forbid(unsafe_code)]
 

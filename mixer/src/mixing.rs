@@ -19,6 +19,8 @@ pub struct Mixing {
     /// Samples over which a ramp extends: those of its whole phase, also where an amendment ends it early.
     samples: u64,
     tree: Tree,
+    /// How many samples an earlier segment of the plan has of the same mix, and how many of them by source.
+    before: (u64, Vec<u64>),
 }
 
 #[derive(Clone, Debug)]
@@ -39,7 +41,16 @@ impl Mixing {
                 Tree::Ramp(RampTree::new([from, to], knots, samples))
             }
         };
-        Mixing { weights: weights.clone(), samples, tree }
+        let sources = match weights {
+            MixWeights::Constant(weights) | MixWeights::Ramp { from: weights, .. } => weights.len(),
+        };
+        Mixing { weights: weights.clone(), samples, tree, before: (0, vec![0; sources]) }
+    }
+
+    /// The same from its sample `before` on: a segment that continues a mix, whose batch alone changes.
+    pub(crate) fn after(self, before: u64) -> Self {
+        let counts = self.counts(before);
+        Mixing { before: (before, counts), ..self }
     }
 
     /// The integer weights.
@@ -49,50 +60,62 @@ impl Mixing {
 
     /// The source of sample `j`, and how many samples of that source precede it.
     pub fn pick(&self, j: u64) -> (usize, u64) {
-        match &self.tree {
-            Tree::Constant(tree) => tree.pick(j),
-            Tree::Ramp(tree) => tree.pick(j),
-        }
+        let (first, before) = &self.before;
+        let (source, ordinal) = match &self.tree {
+            Tree::Constant(tree) => tree.pick(first + j),
+            Tree::Ramp(tree) => tree.pick(first + j),
+        };
+        (source, ordinal - before[source])
     }
 
     /// How many of the first `n` samples come from `source`.
     pub fn count(&self, source: usize, n: u64) -> u64 {
-        match &self.tree {
-            Tree::Constant(tree) => tree.count(source, n),
-            Tree::Ramp(tree) => tree.count(source, n),
-        }
+        let (first, before) = &self.before;
+        let count = match &self.tree {
+            Tree::Constant(tree) => tree.count(source, first + n),
+            Tree::Ramp(tree) => tree.count(source, first + n),
+        };
+        count - before[source]
     }
 
     /// [`Self::count`] of every source.
     pub fn counts(&self, n: u64) -> Vec<u64> {
-        match &self.tree {
-            Tree::Constant(tree) => tree.counts(n),
-            Tree::Ramp(tree) => tree.counts(n),
-        }
+        let (first, before) = &self.before;
+        let counts = match &self.tree {
+            Tree::Constant(tree) => tree.counts(first + n),
+            Tree::Ramp(tree) => tree.counts(first + n),
+        };
+        counts.iter().zip(before).map(|(count, before)| count - before).collect()
     }
 
     /// The sample that is number `ordinal` of `source`, one of those that it has: the inverse of [`Self::pick`].
     pub fn nth(&self, source: usize, ordinal: u64) -> u64 {
-        match &self.tree {
+        let (first, before) = &self.before;
+        let ordinal = ordinal + before[source];
+        let sample = match &self.tree {
             Tree::Constant(tree) => tree.nth(source, ordinal),
             Tree::Ramp(tree) => tree.nth(source, ordinal),
-        }
+        };
+        sample - first
     }
 
     /// The share of `source` at sample `j`, for people.
     pub fn share(&self, source: usize, j: u64) -> f64 {
-        self.weights.share(source, j as f64 / self.samples as f64)
+        self.weights.share(source, (self.before.0 + j) as f64 / self.samples as f64)
     }
 
     /// Hashes what decides its queries; `names` are those of its sources.
     pub(crate) fn feed<'a>(&self, names: impl Iterator<Item = &'a str>, hasher: &mut Hasher) {
-        let Mixing { weights, samples, tree: _ } = self;
+        let Mixing { weights, samples, tree: _, before } = self;
         let first = match weights {
             MixWeights::Constant(weights) | MixWeights::Ramp { from: weights, .. } => weights,
         };
         hasher.u64(first.len() as u64);
         for (name, weight) in names.zip(first) {
             hasher.str(name).u64(*weight);
+        }
+        if before.0 > 0 {
+            hasher.tag("continued.v1");
         }
         if let MixWeights::Ramp { from: _, to, knots } = weights {
             hasher.tag("ramp.v1").u64(*samples).u64(knots.len() as u64);

@@ -33,7 +33,8 @@ pub struct DataPlan {
     pub(crate) bans: Bans,
 }
 
-/// One segment of the run, resolved: a phase, or the part of one between amendments of its mix.
+/// One segment of the run, resolved: a phase, or the part of one between amendments of its mix and changes of its
+/// batch.
 #[derive(Clone, Debug)]
 pub struct PhasePlan {
     /// The phase's name.
@@ -92,7 +93,7 @@ pub struct SourceState {
 }
 
 impl DataPlan {
-    /// The phases in order, split into segments where their mix is amended.
+    /// The phases in order, split into segments where their mix is amended or their batch changes.
     pub fn phases(&self) -> &[PhasePlan] {
         &self.phases
     }

@@ -48,12 +48,14 @@ impl DataPlan {
     fn segment_plan(
         &mut self,
         curriculum: &Curriculum,
-        PhaseSegment { phase: index, spec: phase, mix_key, mix_steps }: &PhaseSegment,
+        segment: &PhaseSegment,
         cursors: &mut [Cursor],
     ) -> Result<PhasePlan> {
+        let PhaseSegment { phase: index, spec: phase, mix_key, mix_before, mix_samples, batch } =
+            segment;
         let weights = phase.mix.weights().expect("checked when the phase was read");
-        let mixing = Mixing::new(&weights, mix_steps * phase.batch);
-        let counts = mixing.counts(phase.samples());
+        let mixing = Mixing::new(&weights, *mix_samples).after(*mix_before);
+        let counts = mixing.counts(phase.steps * batch);
         let mut uses = Vec::with_capacity(counts.len());
         for (name, samples) in phase.mix.sources().into_iter().zip(counts) {
             let source = self.source_of(curriculum, phase, mix_key, name)?;
@@ -75,7 +77,7 @@ impl DataPlan {
             first_step: self.steps() + 1,
             steps: phase.steps,
             first_sample: self.samples(),
-            batch: phase.batch,
+            batch: *batch,
             micro_batch: phase.micro_batch,
             context_chunks: phase.context_chunks,
             weight_shards: phase.weight_shards,

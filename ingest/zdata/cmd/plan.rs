@@ -1,6 +1,8 @@
 //! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, and text only where
 //! bans leave it open whether a step has labels.
 
+use std::ops::Range;
+
 use contract::Result;
 use ingest::inspect::{grouped as count, many};
 use loader::{OpenedCurriculum, steps_without_labels, without_labels};
@@ -76,6 +78,9 @@ struct PhaseRow {
     steps: u64,
     seq_len: u32,
     batch: u64,
+    /// The batch from each step on at which it changes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    batches: Vec<[u64; 2]>,
     micro_batch: u64,
     context_chunks: u64,
     weight_shards: u64,
@@ -152,8 +157,18 @@ struct PackedRow {
 impl Report {
     pub(crate) fn new(opened: &OpenedCurriculum) -> Result<Self> {
         let (plan, curriculum): (&DataPlan, &Curriculum) = (&opened.plan, &opened.curriculum);
-        let phases: Vec<PhaseRow> =
-            (0..plan.phases().len()).map(|index| PhaseRow::new(plan, curriculum, index)).collect();
+        let segments = curriculum.segments();
+        // One row for all batches of a mix.
+        let firsts: Vec<usize> =
+            (0..segments.len()).filter(|index| segments[*index].mix_before == 0).collect();
+        let ends = firsts.iter().skip(1).copied().chain([segments.len()]);
+        let rows = firsts.iter().zip(ends);
+        let phases: Vec<PhaseRow> = rows
+            .map(|(first, end)| {
+                let curve = segments[*first].spec.mix.curve();
+                PhaseRow::new(plan, curriculum, *first..end, curve)
+            })
+            .collect();
         let source = |(index, facts): (usize, &SourceFacts)| {
             let SourceFacts { name, tokens, documents, unit } = facts.clone();
             let taken = plan.tokens_needed(index);
@@ -274,61 +289,70 @@ impl BanRow {
 }
 
 impl PhaseRow {
-    fn new(plan: &DataPlan, curriculum: &Curriculum, index: usize) -> Self {
-        let phase = &plan.phases()[index];
-        let curve = curriculum.segments()[index].spec.mix.curve();
+    /// The row of consecutive segments of one mix.
+    fn new(
+        plan: &DataPlan,
+        curriculum: &Curriculum,
+        segments: Range<usize>,
+        curve: Option<&'static str>,
+    ) -> Self {
+        let parts = &plan.phases()[segments.clone()];
+        let (phase, last) = (&parts[0], &parts[parts.len() - 1]);
         let mut composition = Composition::default();
-        let sources: Vec<UseRow> = phase
-            .uses
-            .iter()
-            .enumerate()
-            .map(|(entry, part)| {
-                let of_source = plan.composition(index, entry);
+        let sources: Vec<UseRow> = (0..phase.uses.len())
+            .map(|entry| {
+                let mut of_source = Composition::default();
+                segments.clone().for_each(|index| of_source += plan.composition(index, entry));
                 composition += of_source;
-                let facts = &plan.sources()[part.source];
-                let [weight, end] = weights(phase, curriculum, (entry, &facts.name));
+                let facts = &plan.sources()[phase.uses[entry].source];
+                let [weight, end] = weights([phase, last], curriculum, (entry, &facts.name));
+                let samples = parts.iter().map(|part| part.uses[entry].samples).sum::<u64>();
+                let tokens = parts.iter().map(|part| part.uses[entry].tokens).sum::<u64>();
+                let before = phase.uses[entry].tokens_before;
                 UseRow {
                     name: facts.name.clone(),
                     weight,
                     end: curve.is_some().then_some(end),
-                    samples: part.samples,
-                    tokens: part.tokens,
-                    padding: part.samples * u64::from(phase.seq_len) - part.tokens,
+                    samples,
+                    tokens,
+                    padding: samples * u64::from(phase.seq_len) - tokens,
                     composition: of_source,
-                    epochs_before: epochs(part.tokens_before, facts.tokens),
-                    epochs_after: epochs(part.tokens_before + part.tokens, facts.tokens),
+                    epochs_before: epochs(before, facts.tokens),
+                    epochs_after: epochs(before + tokens, facts.tokens),
                 }
             })
             .collect();
+        let batches = parts.iter().map(|part| [part.first_step, part.batch]);
         PhaseRow {
             name: phase.name.clone(),
             first_step: phase.first_step,
-            last_step: phase.last_step(),
-            steps: phase.steps,
+            last_step: last.last_step(),
+            steps: parts.iter().map(|part| part.steps).sum(),
             seq_len: phase.seq_len,
             batch: phase.batch,
+            batches: batches.filter(|_| parts.len() > 1).collect(),
             micro_batch: phase.micro_batch,
             context_chunks: phase.context_chunks,
             weight_shards: phase.weight_shards,
-            samples: phase.samples(),
+            samples: parts.iter().map(PhasePlan::samples).sum(),
             tokens: sources.iter().map(|source| source.tokens).sum(),
             padding: sources.iter().map(|source| source.padding).sum(),
             composition,
-            digest: plan.digest_through(phase.last_step()).to_string(),
+            digest: plan.digest_through(last.last_step()).to_string(),
             curve,
             sources,
         }
     }
 
     fn text(&self) -> String {
-        let PhaseRow { name, first_step, last_step, steps, seq_len, batch, micro_batch, .. } = self;
+        let PhaseRow { name, first_step, last_step, steps, seq_len, micro_batch, .. } = self;
         let name = output::plain(name);
         let mut out = format!(
             "phase {name}: {}, {} to {}; {} of {} in a step, {} in a micro-batch{}{}\n",
             many(*steps, "step"),
             count(*first_step),
             count(*last_step),
-            many(*batch, "sequence"),
+            self.batch_text(),
             many(u64::from(*seq_len), "token"),
             count(*micro_batch),
             self.cut(),
@@ -344,6 +368,14 @@ impl PhaseRow {
         out += &table(head, rows);
         out += &self.made_of();
         out + "\n"
+    }
+
+    /// The sequences in a step: of the first one and of the last, if they change.
+    fn batch_text(&self) -> String {
+        match self.batches.last() {
+            None => many(self.batch, "sequence"),
+            Some([_, last]) => format!("{} to {}", count(self.batch), many(*last, "sequence")),
+        }
     }
 
     /// What its sequences are made of, in shares of them all.
@@ -393,9 +425,9 @@ impl UseRow {
     }
 }
 
-/// The weights of a source (its number in the phase, its name) at the two ends of a phase.
+/// The weights of a source (its number in the phase, its name) at the two ends of a mix: its first and last segment.
 fn weights(
-    phase: &PhasePlan,
+    [phase, last]: [&PhasePlan; 2],
     curriculum: &Curriculum,
     (entry, name): (usize, &str),
 ) -> [WeightRow; 2] {
@@ -403,16 +435,16 @@ fn weights(
         MixWeights::Constant(weights) => [(weights, ""), (weights, "")],
         MixWeights::Ramp { from, to, knots: _ } => [(from, ".from"), (to, ".to")],
     };
-    let row = |weights: &[u64], side: &str, sample: u64| {
+    let row = |weights: &[u64], side: &str, (segment, sample): (&PhasePlan, u64)| {
         let typed = curriculum.typed(&format!("{}{side}.{name}", phase.mix_key));
         WeightRow {
             weight: weights[entry],
             typed: typed.map_or_else(|| weights[entry].to_string(), unquoted),
-            share: phase.mixing.share(entry, sample),
+            share: segment.mixing.share(entry, sample),
         }
     };
     let [start, end] = sides;
-    [row(start.0, start.1, 0), row(end.0, end.1, phase.samples())]
+    [row(start.0, start.1, (phase, 0)), row(end.0, end.1, (last, last.samples()))]
 }
 
 /// A value as typed, without the quotes of a string.

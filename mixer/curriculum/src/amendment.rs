@@ -50,7 +50,8 @@ pub struct AddedStore {
     pub digest: String,
 }
 
-/// Consecutive steps with one mix: a phase, or the part of a phase between two amendments.
+/// Consecutive steps with one mix and one batch: a phase, or the part of a phase between amendments of its mix and
+/// changes of its batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PhaseSegment {
     /// Index of the phase.
@@ -59,8 +60,12 @@ pub struct PhaseSegment {
     pub spec: Phase,
     /// The key of its mix for [`Curriculum::place`].
     pub mix_key: String,
-    /// From its first step to the end of the phase: the steps of a ramp, even if an amendment ends it early.
-    pub mix_steps: u64,
+    /// Samples of the phase before this segment that have the same mix.
+    pub mix_before: u64,
+    /// Samples from the first of these to the end of the phase: those of a ramp, even if an amendment ends it early.
+    pub mix_samples: u64,
+    /// The batch of this segment.
+    pub batch: u64,
 }
 
 /// What changes from a step on.
@@ -172,7 +177,7 @@ impl Curriculum {
             });
             let same = |it: &PhaseSegment, mix: &Mix| {
                 // A ramp that begins anew is another one.
-                let begins = amendment.step + it.spec.steps == first;
+                let begins = amendment.step + it.spec.steps == first && it.mix_before == 0;
                 it.spec.mix.same(mix) && (begins || !mix.is_ramp())
             };
             amendment.mix.take_if(|mix| segment.is_some_and(|it| same(it, mix)));
@@ -182,10 +187,15 @@ impl Curriculum {
     /// Removes `source` from every mix of `steps`, from the first such step to the end of its phase or the next
     /// amendment of its mix. Returns whether any mix had it; an error if it is the only source of one of them.
     pub fn drop_source(&mut self, source: &str, steps: Range<u64>) -> Result<bool> {
-        let (mut amendments, mut first) = (Vec::new(), 1);
-        for segment in self.segments() {
-            let end = first + segment.spec.steps;
-            let mix = segment.spec.mix;
+        let (mut amendments, mut first, mut next) = (Vec::new(), 1, 1);
+        let segments = self.segments();
+        for (number, segment) in segments.iter().enumerate() {
+            // One mix, whatever its batches.
+            next += segment.spec.steps;
+            if segments.get(number + 1).is_some_and(|after| after.mix_before > 0) {
+                continue;
+            }
+            let (mix, end) = (segment.spec.mix.clone(), next);
             let reached = end > steps.start && first < steps.end;
             if reached && mix.has(source) {
                 let step = first.max(steps.start);
@@ -213,7 +223,7 @@ impl Curriculum {
         Ok(any)
     }
 
-    /// The phases, split into segments where an amendment changes their mix.
+    /// The phases, split into segments where an amendment changes their mix, or where their batch changes.
     pub fn segments(&self) -> Vec<PhaseSegment> {
         let (mut segments, mut first) = (Vec::new(), 1);
         for (phase, spec) in self.phases.iter().enumerate() {
@@ -222,26 +232,46 @@ impl Curriculum {
                 phase,
                 spec: spec.clone(),
                 mix_key: format!("phase.{}.mix", spec.name),
-                mix_steps: spec.steps,
+                mix_before: 0,
+                mix_samples: spec.samples(),
+                batch: spec.batch.first(),
             };
+            // Steps of the phase before the segment.
+            let mut before = 0;
             for (number, amendment) in self.amendments.iter().enumerate() {
                 let Amendment { step, mix, .. } = amendment;
                 let Some(mix) = mix.as_ref().filter(|_| (first..end).contains(step)) else {
                     continue;
                 };
-                let begun = end - segment.spec.steps;
-                segment.spec.steps = step - begun;
-                if segment.spec.steps > 0 {
-                    segments.push(segment.clone());
-                }
+                segment.spec.steps = step - first - before;
+                segments.extend(segment.by_batch(before));
+                before = step - first;
                 segment.spec = Phase { steps: end - step, mix: mix.clone(), ..segment.spec };
                 segment.mix_key = format!("amendment.{}.mix", number + 1);
-                segment.mix_steps = end - step;
+                segment.mix_samples = spec.samples_after(before);
             }
-            segments.push(segment);
+            segments.extend(segment.by_batch(before));
             first = end;
         }
         segments
+    }
+}
+
+impl PhaseSegment {
+    /// This segment of one mix, split where the batch changes; `before` are the steps of the phase before it.
+    fn by_batch(&self, before: u64) -> Vec<PhaseSegment> {
+        let (mut parts, mut at, mut done) = (Vec::new(), 0, 0);
+        for (steps, batch) in self.spec.batch.runs(before + self.spec.steps) {
+            at += steps;
+            let steps = steps.min(at.saturating_sub(before));
+            if steps > 0 {
+                let mut part = self.clone();
+                (part.spec.steps, part.batch, part.mix_before) = (steps, batch, done);
+                done += steps * batch;
+                parts.push(part);
+            }
+        }
+        parts
     }
 }
 
@@ -278,15 +308,13 @@ pub(super) fn amendments(
         }
         if let Some(mix) = mix {
             let taken = |one: &Amendment| one.step == *step && one.mix.is_some();
-            let before = mixes.entry(phase).or_insert_with(|| {
-                let begins: u64 = phases[..phase].iter().map(|phase| phase.steps).sum();
-                (phases[phase].mix.clone(), begins + 1)
-            });
+            let begins: u64 = phases[..phase].iter().map(|phase| phase.steps).sum();
+            let before =
+                mixes.entry(phase).or_insert_with(|| (phases[phase].mix.clone(), begins + 1));
             if all.iter().any(taken) {
                 return Err(fault("mix", "two amendments change the mix at one step"));
             }
-            let end: u64 = phases[..=phase].iter().map(|phase| phase.steps).sum();
-            let samples = (end + 1 - step).saturating_mul(phases[phase].batch);
+            let samples = phases[phase].samples_after(step - 1 - begins);
             mix.check(samples).map_err(|fault| fault.at(places.place(&format!("{path}.mix"))))?;
             // A ramp that begins anew is another one.
             if before.0.same(mix) && (!mix.is_ramp() || before.1 == *step) {

@@ -120,7 +120,7 @@ fn phase_text(phase: &Phase, out: &mut Text) {
     out.line("name", quoted(name));
     out.line("steps", steps);
     out.line("seq_len", seq_len);
-    out.line("batch", batch);
+    out.line("batch", batch.text());
     out.line("micro_batch", micro_batch);
     // Omitted at 1, so that curricula older than these keys keep their text.
     for (key, parts) in [("context_chunks", context_chunks), ("weight_shards", weight_shards)] {

@@ -253,7 +253,11 @@ fn phase_difference(
     let ends = first_step + other.steps.min(*steps);
     list.compare(&key("steps"), other.steps, steps, first_ramp.unwrap_or(ends));
     list.compare(&key("seq_len"), other.seq_len, seq_len, first_step);
-    list.compare(&key("batch"), other.batch, batch, first_step);
+    if let Some(step) = batch.first_other(&other.batch) {
+        let first =
+            first_ramp.map_or(first_step + step - 1, |ramp| ramp.min(first_step + step - 1));
+        list.compare(&key("batch"), other.batch.text(), batch.text(), first);
+    }
     list.compare(&key("micro_batch"), other.micro_batch, micro_batch, first_step);
     list.compare(&key("context_chunks"), other.context_chunks, context_chunks, first_step);
     list.compare(&key("weight_shards"), other.weight_shards, weight_shards, first_step);

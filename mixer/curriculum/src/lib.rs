@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod amendment;
+mod batch;
 mod canonical;
 mod curve;
 mod difference;
@@ -26,6 +27,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize, de};
 
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
+pub use batch::BatchSizes;
 pub use curve::{MixCurve, RAMP_ONE};
 pub use difference::CurriculumDifference;
 pub use mix::{Mix, MixWeights, SourceWeights, WEIGHT_MAX};
@@ -89,7 +91,7 @@ pub enum RemainderRule {
     Defer,
 }
 
-/// A phase: one mix or ramp, one sequence length and batch.
+/// A phase: one mix or ramp, one sequence length, and a batch that may change.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Phase {
     /// Its unique name; only for people.
@@ -99,8 +101,8 @@ pub struct Phase {
     /// Tokens in a sequence.
     pub seq_len: u32,
     /// Sequences in a step.
-    pub batch: u64,
-    /// Sequences in a micro-batch, which is one forward and backward; divides `batch`.
+    pub batch: BatchSizes,
+    /// Sequences in a micro-batch, which is one forward and backward; divides each batch.
     pub micro_batch: u64,
     /// Equal parts into which every sequence is cut inside a micro-batch; divides `seq_len`.
     pub context_chunks: u64,
@@ -388,8 +390,13 @@ fn window() -> u64 {
 }
 
 impl Phase {
+    /// Samples of the phase after its first `steps` steps.
+    pub fn samples_after(&self, steps: u64) -> u64 {
+        self.samples() - self.batch.samples(steps).unwrap_or_default()
+    }
+
     /// Samples of the phase.
     pub fn samples(&self) -> u64 {
-        self.steps * self.batch
+        self.batch.samples(self.steps).expect("checked when the phase was read")
     }
 }

@@ -10,6 +10,7 @@ use settings::{CURRICULUM, File, Spanned, Table, Value};
 use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};
+use super::batch::{BatchSizes, BatchText};
 use super::mix::{Mix, MixText};
 use super::numbers::Hyperparameters;
 use super::packing::SourceText;
@@ -75,7 +76,7 @@ enum StoreText {
     Several(Vec<String>),
 }
 
-/// A part of the run with one mix, sequence length and batch size.
+/// A part of the run: its mix, sequence length and batch.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(rename = "Phase")]
@@ -92,10 +93,11 @@ struct PhaseText {
     /// Tokens in a sequence; divides the unit (131,072 unless the store says otherwise) of each source in the mix.
     #[schemars(extend("digest" = "plan, run"))]
     seq_len: NonZeroU64,
-    /// Sequences in a step.
-    #[schemars(extend("digest" = "plan, run"))]
-    batch: NonZeroU64,
-    /// Sequences in a forward and backward pass; divides `batch`.
+    /// Sequences in a step. Or a ramp: `{ from = 64, to = 512, every = 1000 }`. Or a table of steps of the phase:
+    /// `{ 1 = 64, 1001 = 128 }`.
+    #[schemars(with = "BatchText", extend("digest" = "plan, run"))]
+    batch: Spanned<Value>,
+    /// Sequences in a forward and backward pass; divides every `batch`.
     #[serde(default = "one")]
     #[schemars(extend("digest" = "plan, run"))]
     micro_batch: NonZeroU64,
@@ -258,8 +260,8 @@ fn phases(file: &File, places: &KeySpans, all: Vec<PhaseText>) -> Result<Vec<Pha
         let long = if raw.steps.is_some() { key("steps") } else { key("tokens") };
         let phase = phase(file, places, raw)?;
         total = phase
-            .steps
-            .checked_mul(phase.batch)
+            .batch
+            .samples(phase.steps)
             .and_then(|samples| samples.checked_mul(u64::from(phase.seq_len)))
             .and_then(|tokens| tokens.checked_add(total))
             .filter(|&tokens| tokens <= TOKENS_MAX)
@@ -282,9 +284,10 @@ fn phase(file: &File, places: &KeySpans, raw: PhaseText) -> Result<Phase> {
         return Err(places.fault(&key("name"), "the name of a phase is empty"));
     }
     raw.model.check(places, &key("model"))?;
-    let steps = steps(places, &path, &raw)?;
-    let divides = |name: &str, parts: NonZeroU64, other: &str, whole: NonZeroU64| {
-        if whole.get().is_multiple_of(parts.get()) {
+    let batch = BatchSizes::read(file, &raw.batch, raw.micro_batch.get())?;
+    let steps = steps(places, &path, &raw, &batch)?;
+    let divides = |name: &str, parts: NonZeroU64, other: &str, whole: u64| {
+        if whole.is_multiple_of(parts.get()) {
             return Ok(parts.get());
         }
         Err(places
@@ -292,36 +295,43 @@ fn phase(file: &File, places: &KeySpans, raw: PhaseText) -> Result<Phase> {
             .found(format!("{name} = {parts}, {other} = {whole}"))
             .wanted(format!("a divisor of {whole}")))
     };
+    let uneven = batch.uneven(raw.micro_batch.get()).unwrap_or_else(|| batch.first());
     let phase = Phase {
         steps,
         seq_len: u32::try_from(raw.seq_len.get())
             .map_err(|_| places.out_of_range(&key("seq_len")).wanted("a number below 2^32"))?,
-        batch: raw.batch.get(),
-        micro_batch: divides("micro_batch", raw.micro_batch, "batch", raw.batch)?,
-        context_chunks: divides("context_chunks", raw.context_chunks, "seq_len", raw.seq_len)?,
+        batch: batch.clone(),
+        micro_batch: divides("micro_batch", raw.micro_batch, "batch", uneven)?,
+        context_chunks: divides(
+            "context_chunks",
+            raw.context_chunks,
+            "seq_len",
+            raw.seq_len.get(),
+        )?,
         weight_shards: raw.weight_shards.get(),
         remainder: raw.remainder,
         mix: Mix::read(file, places, &key("mix"), &raw.mix)?,
         model: raw.model,
         name: raw.name,
     };
-    let samples = phase.steps.saturating_mul(phase.batch);
+    let samples = batch.samples(phase.steps).unwrap_or(u64::MAX);
     phase.mix.check(samples).map_err(|fault| fault.at(file.place(raw.mix.span())))?;
     Ok(phase)
 }
 
-fn steps(places: &KeySpans, path: &str, raw: &PhaseText) -> Result<u64> {
-    let (seq_len, batch) = (raw.seq_len, raw.batch);
+fn steps(places: &KeySpans, path: &str, raw: &PhaseText, batch: &BatchSizes) -> Result<u64> {
+    let seq_len = raw.seq_len;
     match (raw.steps, raw.tokens) {
         (Some(steps), None) => Ok(steps.get()),
         (None, Some(tokens)) => {
-            let step = seq_len.checked_mul(batch).filter(|&step| step <= tokens);
-            step.map(|step| tokens.get() / step.get()).ok_or_else(|| {
-                places
-                    .fault(&format!("{path}.tokens"), "`tokens` is less than one step")
-                    .found(tokens)
-                    .wanted(format!("at least seq_len x batch = {seq_len} x {batch}"))
-            })
+            let steps = batch.steps(tokens.get() / seq_len);
+            if steps > 0 {
+                return Ok(steps);
+            }
+            Err(places
+                .fault(&format!("{path}.tokens"), "`tokens` is less than one step")
+                .found(tokens)
+                .wanted(format!("at least seq_len x batch = {seq_len} x {}", batch.first())))
         }
         (Some(_), Some(_)) => Err(places
             .fault(&format!("{path}.tokens"), "the phase has both `steps` and `tokens`")

@@ -94,7 +94,7 @@ fn every_key_arrives() {
     assert_eq!(narrow.newton_schulz, NewtonSchulzForm::Bf16);
     let [short, long] = &c.phases[..] else { panic!("two phases") };
     assert_eq!(
-        (short.name.as_str(), short.steps, short.seq_len, short.batch, short.micro_batch),
+        (short.name.as_str(), short.steps, short.seq_len, short.batch.first(), short.micro_batch),
         ("short", 12, 64, 8, 2)
     );
     let Mix::Constant(mix) = &short.mix else { panic!("a ramp") };

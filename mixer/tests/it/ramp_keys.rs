@@ -1,4 +1,4 @@
-//! A ramp in a curriculum: how it is read, written, compared and refused.
+//! Ramps of the mix and of the batch in a curriculum: how they are read, written, compared and refused.
 
 use mixer::{Curriculum, MixWeights};
 
@@ -63,7 +63,7 @@ fn mistakes_in_ramps_are_named() {
         ("{ from = { a = 1 }, to = 3 }", &["c.toml:33:", "`to`", "{ source = weight }"]),
         ("{ from = { a = 1 }, too = { a = 1 } }", &["c.toml:33:", "`too`", "did you mean `to`"]),
         ("{ from = { a = 1 }, to = {} }", &["c.toml:33:", "empty"]),
-        ("{ from = { a = 1 }, to = { b = 0 } }", &["c.toml:33:36", "weight of b", "above zero"]),
+        ("{ from = { a = 1 }, to = { b = 0 } }", &["c.toml:33:38", "weight of b", "above zero"]),
         ("{ from = { a = 1 }, to = { a = 2 } }", &["c.toml:33:7", "changes nothing"]),
         ("{ from = { a = 1 }, to = { b = 1 }, curve = \"cosin\" }", &["did you mean `cosine`"]),
         ("{ from = { a = 1 }, to = { b = 1 }, curve = 3 }", &["c.toml:33:", "`curve`", "cosine"]),
@@ -97,6 +97,63 @@ fn mistakes_in_ramps_are_named() {
         let told = Curriculum::parse(&text, "c.toml").expect_err(mix).to_string();
         for word in *words {
             assert!(told.contains(word), "{mix}: no {word:?} in\n{told}");
+        }
+    }
+}
+
+/// A batch in the first phase of a curriculum.
+fn batch(text: &str) -> String {
+    edited("batch = 8", &format!("batch = {text}"))
+}
+
+#[test]
+fn batches_arrive_and_keep_their_meaning() {
+    // Five steps of 4 sequences, five of 6, two of 7: micro-batches of 1.
+    let text = batch("{ from = 4, to = 7, every = 5, by = 2 }").replace("micro_batch = 2", "");
+    let c = parse(&text);
+    let sizes =
+        |of: &Curriculum| (1..14).map(|step| of.phases[0].batch.at(step)).collect::<Vec<_>>();
+    assert_eq!(sizes(&c), [4, 4, 4, 4, 4, 6, 6, 6, 6, 6, 7, 7, 7]);
+    assert_eq!(c.phases[0].samples(), 64);
+    let canonical = c.canonical();
+    assert!(canonical.contains("batch = { 1 = 4, 6 = 6, 11 = 7 }"), "{canonical}");
+    assert_eq!(parse(&canonical).canonical(), canonical);
+    let by_micro_batch = parse(&batch("{ from = 4, to = 8, every = 5 }"));
+    assert_eq!(sizes(&by_micro_batch)[..11], [4, 4, 4, 4, 4, 6, 6, 6, 6, 6, 8]);
+    let segments: Vec<_> =
+        c.segments().iter().map(|it| (it.spec.steps, it.batch, it.mix_before)).collect();
+    assert_eq!(segments, [(5, 4, 0), (5, 6, 20), (2, 7, 50), (2, 6, 0)]);
+    // 64 sequences of 64 tokens are 12 steps, and one token fewer is 11.
+    let tokens = |count: u64| {
+        let text = text.replace("steps = 12", &format!("tokens = {count}"));
+        parse(&text).phases[0].steps
+    };
+    assert_eq!((tokens(64 * 64), tokens(64 * 64 - 1), tokens(71 * 64)), (12, 11, 13));
+    let other = parse(&canonical.replace("11 = 7", "11 = 8"));
+    let changes: Vec<_> =
+        c.difference(&other).into_iter().map(|it| (it.key, it.first_step)).collect();
+    assert_eq!(changes, [("phase.short.batch".to_owned(), 11)]);
+}
+
+#[test]
+fn mistakes_in_batches_are_named() {
+    let cases: &[(&str, &[&str])] = &[
+        ("0", &["c.toml:31:9", "`batch`", "above zero"]),
+        ("8.5", &["c.toml:31:9", "8.5"]),
+        ("{ from = 4, to = 8 }", &["c.toml:31:9", "not a ramp", "`every`"]),
+        ("{ from = 4, to = 8, every = 0 }", &["not a ramp", "above zero"]),
+        ("{ from = 4, to = 8, every = 1, ny = 2 }", &["not a ramp", "ny"]),
+        ("{ from = 8, to = 8, every = 1 }", &["does not grow", "table"]),
+        ("{ from = 4, to = 9, every = 1 }", &["micro_batch = 2, batch = 9"]),
+        ("{ from = 2, to = 8000, every = 1 }", &["too many sizes", "at most 1024", "`by`"]),
+        ("{ 2 = 8 }", &["does not begin with step 1"]),
+        ("{ 1 = 8, x = 4 }", &["no step \"x\""]),
+        ("{ 1 = 8, 5 = 0 }", &["step 5 is not above zero"]),
+    ];
+    for (text, words) in cases {
+        let told = Curriculum::parse(&batch(text), "c.toml").expect_err(text).to_string();
+        for word in *words {
+            assert!(told.contains(word), "{text}: no {word:?} in\n{told}");
         }
     }
 }

@@ -180,13 +180,14 @@ const RAMP_PARTS: u64 = 64;
 /// is shown as stairs.
 fn plan(curriculum: &Curriculum) -> Vec<Value> {
     let (mut first, mut parts) = (1, Vec::new());
-    for PhaseSegment { spec, mix_steps, .. } in curriculum.segments() {
+    for PhaseSegment { spec, mix_before, mix_samples, batch, .. } in curriculum.segments() {
         let Some(weights) = spec.mix.weights() else { continue };
         let count = if spec.mix.is_ramp() { RAMP_PARTS.min(spec.steps) } else { 1 };
         let begins =
             |part: u64| (u128::from(spec.steps) * u128::from(part) / u128::from(count)) as u64;
         for (begin, end) in (0..count).map(|part| (begins(part), begins(part + 1))) {
-            let position = (begin + end) as f64 / (2 * mix_steps) as f64;
+            let middle = mix_before as f64 + (begin + end) as f64 / 2.0 * batch as f64;
+            let position = middle / mix_samples as f64;
             let share = |(source, name): (usize, &String)| {
                 (name.clone(), json!(weights.share(source, position)))
             };
@@ -194,7 +195,7 @@ fn plan(curriculum: &Curriculum) -> Vec<Value> {
                 spec.mix.sources().into_iter().enumerate().map(share).collect();
             parts.push(json!({
                 "first": first + begin, "steps": end - begin, "phase": spec.name, "seq_len": spec.seq_len,
-                "batch": spec.batch, "micro_batch": spec.micro_batch, "tokens": spec.batch * u64::from(spec.seq_len),
+                "batch": batch, "micro_batch": spec.micro_batch, "tokens": batch * u64::from(spec.seq_len),
                 "mix": mix,
             }));
         }

@@ -6,12 +6,63 @@ use proptest::prelude::*;
 #[derive(Clone, Debug)]
 pub(super) struct PhaseDraw {
     pub(super) seq_len: u32,
-    pub(super) batch: u64,
+    pub(super) batch: BatchDraw,
     pub(super) steps: u64,
     pub(super) weights: Vec<u32>,
     /// The weights at the end of a ramp, and its curve.
     pub(super) ramp: Option<(Vec<u32>, &'static str)>,
     pub(super) defer: bool,
+}
+
+/// The sizes of a batch.
+#[derive(Clone, Debug)]
+pub(super) enum BatchDraw {
+    Constant(u64),
+    Ramp { from: u64, more: u64, every: u64, by: u64 },
+    Table(Vec<(u64, u64)>),
+}
+
+impl BatchDraw {
+    /// One more in its first step.
+    pub(super) fn grown(&self) -> BatchDraw {
+        match self.clone() {
+            BatchDraw::Constant(batch) => BatchDraw::Constant(batch + 1),
+            BatchDraw::Ramp { from, more, every, by } => {
+                BatchDraw::Ramp { from: from + 1, more, every, by }
+            }
+            BatchDraw::Table(mut sizes) => {
+                sizes[0].1 += 1;
+                BatchDraw::Table(sizes)
+            }
+        }
+    }
+
+    fn text(&self) -> String {
+        match self {
+            BatchDraw::Constant(batch) => batch.to_string(),
+            BatchDraw::Ramp { from, more, every, by } => {
+                format!("{{ from = {from}, to = {}, every = {every}, by = {by} }}", from + more)
+            }
+            BatchDraw::Table(sizes) => {
+                let mut step = 1;
+                let pair = |(steps, size): &(u64, u64)| {
+                    let pair = format!("{step} = {size}");
+                    step += steps;
+                    pair
+                };
+                format!("{{ {} }}", sizes.iter().map(pair).collect::<Vec<_>>().join(", "))
+            }
+        }
+    }
+}
+
+fn batch_draw() -> impl Strategy<Value = BatchDraw> {
+    prop_oneof![
+        4 => (1u64..8).prop_map(BatchDraw::Constant),
+        1 => (1u64..6, 1u64..6, 1u64..30, 1u64..4)
+            .prop_map(|(from, more, every, by)| BatchDraw::Ramp { from, more, every, by }),
+        1 => prop::collection::vec((1u64..40, 1u64..8), 1..5).prop_map(BatchDraw::Table),
+    ]
 }
 
 impl PhaseDraw {
@@ -65,7 +116,7 @@ pub(super) fn ramp_draw() -> impl Strategy<Value = Option<(Vec<u32>, &'static st
 
 pub(super) fn phase_draw() -> impl Strategy<Value = PhaseDraw> {
     let seq_len = prop::sample::select(vec![1u32, 2, 3, 4, 6, 12]);
-    let sizes = (1u64..8, prop_oneof![2 => 1u64..20, 1 => 20u64..250]);
+    let sizes = (batch_draw(), prop_oneof![2 => 1u64..20, 1 => 20u64..250]);
     let mix = prop_oneof![
         3 => (weights_draw(100_000), Just(None)), 1 => (weights_draw(1000), ramp_draw()),
     ];
@@ -97,6 +148,7 @@ pub(super) fn limited_text(seed: u64, phases: &[PhaseDraw], max_epochs: [u64; 3]
     }
     for (index, phase) in phases.iter().enumerate() {
         let PhaseDraw { seq_len, batch, steps, weights: _, ramp: _, defer } = phase;
+        let batch = batch.text();
         text += &format!(
             "[[phase]]\nname = \"p{index}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nmix = {}\n",
             phase.mix()

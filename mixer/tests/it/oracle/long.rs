@@ -4,7 +4,14 @@ use super::*;
 
 /// One phase, `steps` of `batch` sequences of source `a` alone.
 fn alone(seq_len: u32, steps: u64, defer: bool) -> PhaseDraw {
-    PhaseDraw { seq_len, batch: 1, steps, weights: vec![1, 0, 0], ramp: None, defer }
+    PhaseDraw {
+        seq_len,
+        batch: BatchDraw::Constant(1),
+        steps,
+        weights: vec![1, 0, 0],
+        ramp: None,
+        defer,
+    }
 }
 
 fn planned(seed: u64, phases: &[PhaseDraw], tokens: u64) -> (DataPlan, Vec<SampleSpec>) {

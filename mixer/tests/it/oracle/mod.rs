@@ -213,10 +213,16 @@ fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
             if step == 0 || amended.is_some() {
                 part += 1;
                 names = spec.mix.sources().into_iter().cloned().collect();
-                next = mixed(&spec.mix, (spec.steps - step) * spec.batch);
+                next =
+                    mixed(&spec.mix, (step + 1..=spec.steps).map(|step| spec.batch.at(step)).sum());
                 given = vec![0; names.len()];
             }
-            for _ in 0..spec.batch {
+            if step > 0 && amended.is_none() && spec.batch.at(step) != spec.batch.at(step + 1) {
+                // The mix continues, in a new segment of the plan.
+                part += 1;
+                given = vec![0; names.len()];
+            }
+            for _ in 0..spec.batch.at(step + 1) {
                 let entry = next();
                 let source = facts.iter().position(|f| f.name == names[entry]).unwrap();
                 let (epoch, spans) = queues[source].next(index, &spec);
@@ -359,7 +365,7 @@ proptest! {
         prop_assert_eq!(plan(&added, &sources).digest_through(step), before);
         let mut longer = phases.clone();
         longer[last].steps += 1 + more.steps;
-        let first_of_last = whole.phases()[last].first_step;
+        let first_of_last = 1 + phases[..last].iter().map(|phase| phase.steps).sum::<u64>();
         let stretched = phases[last].is_ramp() && step >= first_of_last;
         prop_assert_eq!(plan(&longer, &sources).digest_through(step) == before, !stretched);
         let unused = SourceFacts { name: "unused".to_owned(), tokens: 5, documents: 1, unit: 7 };
@@ -369,7 +375,7 @@ proptest! {
 
         let mut edits: Vec<Vec<PhaseDraw>> = vec![phases.clone(); 4];
         edits[0][last].weights[0] += 1;
-        edits[1][last].batch += 1;
+        edits[1][last].batch = edits[1][last].batch.grown();
         edits[2][last].seq_len = if phases[last].seq_len == 12 { 6 } else { 12 };
         edits[3][last].steps = 1;
         for (kind, edit) in edits.iter().enumerate() {
@@ -403,7 +409,7 @@ fn windows_behind_the_partial_unit_are_found() {
             let steps = 2 * tokens.div_ceil(u64::from(seq_len));
             let draw = PhaseDraw {
                 seq_len,
-                batch: 1,
+                batch: BatchDraw::Constant(1),
                 steps,
                 weights: vec![1, 0, 0],
                 ramp: None,
