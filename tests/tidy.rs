@@ -513,7 +513,7 @@ fn has_tuple_pattern(line: &str) -> bool {
     let named = |part: &str| {
         part.rsplit_once('(').is_some_and(|(name, _)| name.ends_with(char::is_alphabetic))
     };
-    line.split("): ").rev().skip(1).any(|part| !named(part))
+    line.rsplit("): ").skip(1).any(|part| !named(part))
 }
 
 #[test]

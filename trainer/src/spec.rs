@@ -94,7 +94,8 @@ impl RunSpec {
         RunSpec::of_run(opened, folder.local().unwrap_or(Path::new("")))
     }
 
-    /// The same for the run in the folder `run`: once begun, it does not need its initial model unless something reads it.
+    /// The same for the run in the folder `run`: once begun, it does not need its initial model unless something
+    /// reads it.
     pub fn of_run(opened: &OpenedCurriculum, run: &Path) -> Result<Self> {
         let data = Arc::clone(opened.stores()?);
         let content = RunData::of(&data, opened.curriculum.stores.len());
@@ -133,7 +134,8 @@ impl RunSpec {
         Ok(RunSpec { curriculum, content, start, models, settings, parameters, rules, plan, data })
     }
 
-    /// The curriculum's canonical text, which depends on content alone: digests replace paths of stores and initial weights.
+    /// The curriculum's canonical text, which depends on content alone: digests replace paths of stores and initial
+    /// weights.
     pub fn canonical(&self) -> String {
         self.by_content().canonical()
     }

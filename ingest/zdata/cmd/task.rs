@@ -31,8 +31,8 @@ pub(crate) enum Command {
         #[arg(long, value_parser = super::local(WORK))]
         cache_dir: PathBuf,
     },
-    /// Look at the documents of one task, where steps compare documents with each other, or say that there is nothing to
-    /// scan; again does no harm.
+    /// Look at the documents of one task, where steps compare documents with each other, or say that there is nothing
+    /// to scan; again does no harm.
     Scan(Task),
     /// Decide which documents go, once every task was looked at.
     Decide(Planned),

@@ -5,8 +5,8 @@
 //! config.json, model.safetensors, tokenizer.json    as `transformers` reads them
 //! ```
 //!
-//! A curriculum's `init_from` names such a folder. The content digest (configuration, weights, biases) is part of the run's
-//! identity; the folder's path is not. A run keeps a copy of `start.json`, which is all it needs once it has
+//! A curriculum's `init_from` names such a folder. The content digest (configuration, weights, biases) is part of the
+//! run's identity; the folder's path is not. A run keeps a copy of `start.json`, which is all it needs once it has
 //! checkpoints.
 
 use std::collections::BTreeMap;

@@ -334,7 +334,7 @@ impl Chunk {
                 keys: on_device(&keys)?,
                 pieces,
             }),
-            starts: there(&starts)?,
+            starts: on_device(&starts)?,
         })
     }
 

@@ -211,7 +211,7 @@ fn micro_batch(
     let again = 1.0 + f64::from(u8::from(recompute));
     let [forward, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
     let (forward, back) = (forward.at(call), back.at(call));
-    seconds.add(StepPart::Attention, rounds * again * operations / there);
+    seconds.add(StepPart::Attention, rounds * again * operations / forward);
     seconds.add(StepPart::AttentionBack, rounds * 2.0 * operations / back);
     // The bandwidth is looked up for the size of a pass over a layer's activations.
     let narrow = if bf16 { 2 } else { 4 };

@@ -173,8 +173,8 @@ impl Updated {
 }
 
 impl State {
-    /// The state before the first step: sampled weights, or those of the initial model. Each rank fills in what it owns and
-    /// receives the rest from the other ranks ([`crate::mesh`]).
+    /// The state before the first step: sampled weights, or those of the initial model. Each rank fills in what it owns
+    /// and receives the rest from the other ranks ([`crate::mesh`]).
     pub fn begin(
         spec: &RunSpec,
         device: Device,

@@ -245,7 +245,7 @@ fn what_cannot_be_packed_is_refused() {
             .to_string()
     };
     let tables = || PackTables::from([("a".to_owned(), Arc::clone(&lists))]);
-    assert!(refused("{ 12 = 1 }", PackTables::new()).contains("only described"));
+    assert!(refused("{ 12 = 1 }", PackTables::new()).contains("a store stub"));
     let fault = refused("{ 6 = 1, 24 = 1 }", tables());
     assert!(fault.contains("not packed at this length") && fault.contains("[6, 24]"), "{fault}");
     let lists: Arc<dyn PackTable> = Arc::new(Lists::new(30, &[(0, 1, 0)], &[6, 12]));
