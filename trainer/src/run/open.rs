@@ -63,8 +63,7 @@ pub(super) fn open<'a>(
     chosen: &TransportChoice,
     Resume { recovery, replicas }: Resume<'_>,
 ) -> Result<OpenedRun<'a>> {
-    let comm = &world.comm;
-    let layout = Arc::new(StateLayout::new(spec, world.device));
+    let (comm, layout) = (&world.comm, Arc::new(StateLayout::new(spec, world.device)));
     let owners = Ownership::new(spec, comm.rank(), comm.world());
     let reading = RestoreInputs { comm, layout: &layout, owners: &owners, workers: exec.workers };
     let recall = |last, place: &Location| {
@@ -110,8 +109,7 @@ pub(super) fn open<'a>(
         (Some(found), None, Checkpoints::new(place))
     } else {
         from_memory = false;
-        let (found, checkpoints) = reading.follow()?;
-        (found, None, checkpoints)
+        reading.follow().map(|(found, checkpoints)| (found, None, checkpoints))?
     };
     let (state, digest) = match (found, drawn) {
         (Some((state, digest)), _) => (state, Some(digest)),
@@ -148,8 +146,8 @@ fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) ->
         },
     };
     progress.note(&format!(
-        "warning: the initial weights of this run: {what}; the run goes on after step {step} without it, and cannot be computed again from \
-         its first step until it is put back, or named anew by `start` in the curriculum"
+        "warning: the initial weights of this run: {what}; the run goes on after step {step} without them, and cannot \
+         be computed again from its first step until they are put back, or named anew by `init_from` in the curriculum"
     ));
     Ok(())
 }

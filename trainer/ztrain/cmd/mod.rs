@@ -150,10 +150,12 @@ pub(crate) struct Speed {
     #[arg(long)]
     pub(crate) recompute: bool,
     /// Threads that read batches.
-    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 1, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
+    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 1)]
+    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub(crate) loader_threads: usize,
     /// Batches that wait to be trained on.
-    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=65_536))]
+    #[arg(long, help_heading = "Data", value_name = "N", default_value_t = 2)]
+    #[arg(value_parser = RangedU64ValueParser::<usize>::new().range(1..=65_536))]
     pub(crate) prefetch: usize,
 }
 

@@ -20,7 +20,8 @@ pub(crate) struct Ranks {
     #[arg(long, value_name = "N", value_parser = processes, allow_negative_numbers = true)]
     nproc: Option<u32>,
     /// How long a rank waits for another before it names it and stops.
-    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience, help_heading = "Faults and supervision")]
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
+    #[arg(help_heading = "Faults and supervision")]
     rank_timeout: Duration,
     /// How gradients are reduced: whole, after a rank has added all its micro-batches (fewest bytes), or in buckets
     /// that are sent as soon as each micro-batch is computed (least memory).
