@@ -353,6 +353,9 @@ class OfCommand(unittest.TestCase):
         corpus, store = folder() / "long.toml", folder() / "long"
         corpus.write_text((folder() / "corpus.toml").read_text().replace("web-*.jsonl", "long-*.jsonl"))
         text = (folder() / "web-0.jsonl").read_text()
+        # A program that starts these tests may block signals, which its children inherit.
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        self.addCleanup(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         build = [sys.executable, "-m", "zdata", "build", corpus, "--out", store, "--workers", "1", "--quiet"]
         for doubling in range(8):  # Until a build is not over before it can be stopped.
             (folder() / f"long-{doubling}.jsonl").write_text(text * (64 << doubling))
