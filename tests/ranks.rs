@@ -233,9 +233,18 @@ pub(crate) fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &s
     }
 }
 
+/// Curriculum changes: in the first phase the mix and the batch grow, over as many sequences.
+const RAMPS: [(&str, &str); 2] = [
+    (
+        "mix = { web = 0.7, math = \"3/10\" }",
+        "mix = { from = { web = 0.9, math = 0.1 }, to = { web = 1, math = 1 }, curve = \"cosine\" }",
+    ),
+    ("batch = 8", "batch = { from = 4, to = 12, every = 4, by = 4 }"),
+];
+
 #[test]
 fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
-    let fixture = Fixture::new(&[]);
+    let fixture = Fixture::new(&RAMPS);
     fixture.finish("alone", &["--nproc", "1"]);
     fixture.finish("three", &["--nproc", "3"]);
     fixture.assert_same("alone", "three");

@@ -11,9 +11,10 @@
 //! rounded to nearest. `F_L` grows by at most as much as `F_S`, so this grows by at most one a sample: each count is
 //! monotone and has an inverse. At the root, sample and time are one number.
 //!
-//! **Bound.** A count that is `e` from its integral sets the clock wrong by at most `e` samples of the node, which moves
-//! the child's integral by at most `e`; rounding adds 1/2. So a source at depth `d` stays within `d / 2` of its integral
-//! at every prefix, and `d` is at most the logarithm of the number of sources, rounded up: 5 for 1,000 sources.
+//! **Bound.** A count that is `e` from its integral sets the clock wrong by at most `e` samples of the node, which
+//! moves the child's integral by at most `e`; rounding adds 1/2. So a source at depth `d` stays within `d / 2` of its
+//! integral at every prefix. The depth is the logarithm of the number of sources, rounded up: 5 samples for 1,000
+//! sources.
 
 use std::ops::Range;
 

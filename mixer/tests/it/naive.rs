@@ -1,8 +1,8 @@
 //! A ramp in the most obvious way: the integral added up in tiny steps, lists of what is due, and counters that are
 //! moved on sample by sample.
 
-/// The integral of a curve over the first `u` samples for each `u`, exactly: in units of `1 / (2 x pieces x samples)` of
-/// a knot's unit.
+/// The integral of a curve over the first `u` samples for each `u`, exactly: in units of `1 / (2 x pieces x samples)`
+/// of a knot's unit.
 pub(crate) fn integral(knots: &[u64], samples: u64) -> Vec<u128> {
     let (n, pieces) = (u128::from(samples), knots.len() as u128 - 1);
     let height = |at: u128| {

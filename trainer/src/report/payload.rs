@@ -176,8 +176,8 @@ fn sources(view: &RunView) -> Value {
 /// Parts of constant mixture that a ramp is shown as, at most.
 const RAMP_PARTS: u64 = 64;
 
-/// The plan of the curriculum, in parts of constant mixture: first step, phase, tokens per step, share by source. A ramp
-/// is shown as stairs.
+/// The plan of the curriculum, in parts of constant mixture: first step, phase, tokens per step, share by source. A
+/// ramp is shown as stairs.
 fn plan(curriculum: &Curriculum) -> Vec<Value> {
     let (mut first, mut parts) = (1, Vec::new());
     for PhaseSegment { spec, mix_before, mix_samples, batch, .. } in curriculum.segments() {
