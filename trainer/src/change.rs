@@ -222,13 +222,13 @@ mod tests {
             prop_assert_eq!(terminal::name(&line), line.as_str());
             let printed = Command::new("bash").args(["-c", &format!("printf '%s\\0'{line}")]).output().unwrap();
             let printed = String::from_utf8(printed.stdout).unwrap();
-            let mut words = printed.strip_suffix('\0').unwrap().split('\0');
+            let mut arguments = printed.strip_suffix('\0').unwrap().split('\0');
             for word in &words {
-                let first = words.next().unwrap();
-                let value = first.strip_prefix("--drop-doc=").or_else(|| words.next());
+                let first = arguments.next().unwrap();
+                let value = first.strip_prefix("--drop-doc=").or_else(|| arguments.next());
                 prop_assert_eq!(value, Some(word.as_str()));
             }
-            prop_assert_eq!(words.next(), None);
+            prop_assert_eq!(arguments.next(), None);
         }
     }
 }
