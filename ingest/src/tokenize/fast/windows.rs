@@ -106,7 +106,14 @@ impl Windows {
             // A single id for a whole window may come from the vocabulary instead of from merges.
             if new == 0
                 || window.len() == 1
-                || !self.joins(model, word, &cuts, ids, found[0], &window, &mut joint)?
+                || !self.joins(
+                    model,
+                    &word[..found[0].0],
+                    &cuts,
+                    ids,
+                    &window[..found[0].1 - ids.len()],
+                    &mut joint,
+                )?
             {
                 failures += 1;
                 let left = cuts.len().saturating_sub(1 << failures.min(40)).max(1);
@@ -124,22 +131,21 @@ impl Windows {
         Err("a word came to no end".to_owned())
     }
 
-    /// Whether merging the last part before a window together with the window's first part leaves both unchanged.
+    /// Whether merging the last part before a window together with the window's first part, which ends `word` and has
+    /// the ids `right`, leaves both unchanged.
     fn joins(
         &self,
         model: &Model,
         word: &str,
         cuts: &[(usize, usize)],
         ids: &[u32],
-        first: (usize, usize),
-        window: &[u32],
+        right: &[u32],
         joint: &mut Vec<u32>,
     ) -> Result<bool, String> {
-        let (at, length) = first;
         let [.., (before, from), (_, to)] = cuts else { return Ok(true) };
         joint.clear();
-        self.symbols.encode(model, &word[*before..at], joint)?;
-        let (left, right) = (&ids[*from..*to], &window[..length - to]);
+        self.symbols.encode(model, &word[*before..], joint)?;
+        let left = &ids[*from..*to];
         Ok(joint.len() == left.len() + right.len()
             && joint.starts_with(left)
             && joint.ends_with(right))
