@@ -332,7 +332,7 @@ fn a_dry_run_bounds_the_memory_of_a_build_and_writes_nothing() {
     let scratch = Scratch::new();
     corpus(&scratch, 30, "");
     for name in ["in/a.jsonl", "in/b.jsonl", "in/c.jsonl"] {
-        scratch.write(name, json_lines(1, 4000));
+        scratch.write(name, json_lines(1, 1000));
     }
     let file = of(&scratch, "in/*.jsonl", "part_bytes = 1");
     let out = scratch.path("out");
@@ -341,7 +341,7 @@ fn a_dry_run_bounds_the_memory_of_a_build_and_writes_nothing() {
     assert!(shown.starts_with("x: 3 files, ") && shown.contains(", 3 parts; "), "{shown}");
     let told = zdata(&["build", arg(&file), "--dry-run", "--workers", "2", "--json"]).ok();
     let told: serde_json::Value = serde_json::from_str(&told).unwrap();
-    assert_eq!(told["sources"][0]["documents"], 12_000);
+    assert_eq!(told["sources"][0]["documents"], 3_000);
     assert_eq!(fs::read_dir(scratch.path("")).unwrap().count(), before);
     let args = ["build", arg(&file), "--out", arg(&out), "--workers", "2"];
     let (held, bound) = (peak(zdata_command(&args)), told["memory_bytes"].as_u64().unwrap());

@@ -1,7 +1,7 @@
 //! `zdata build --dry-run`: what a build will read, write and need, before it begins.
 //!
-//! Parts and bytes of inputs are exact. Documents and tokens are those of a sample, read as a build reads them: the first
-//! records of some files of every source. Steps that compare documents are not run, so they remove nothing here.
+//! Parts and bytes of inputs are exact. Documents and tokens are those of a sample, read as a build reads them: the
+//! first records of some files of every source. Steps that compare documents are not run, so they remove nothing here.
 
 use std::path::Path;
 
