@@ -590,5 +590,7 @@ fn an_order_of_anybody_is_compared_with_chance() {
     test(&[arg(&words)]).fails(3, &["words:2", "two", "numpy.savetxt"]);
     test(&[arg(&write("short", &[0, 1, 2]))]).fails(3, &["too short", "3 numbers"]);
     test(&[arg(&good_file), "--of", "9000"]).fails(2, &["30011", "at most 9000"]);
+    test(&[arg(&good_file), "--of", "18446744073709551615"]).fails(2, &["4611686018427387904"]);
+    test(&["-", "--next-epoch", "-"]).fails(2, &["standard input has one order"]);
     test(&[]).fails(2, &["ORDER"]);
 }

@@ -146,7 +146,7 @@ impl OpenedCurriculum {
     /// The stores, for commands that need text; an error for a store stub.
     pub fn stores(&self) -> Result<&Arc<Stores>> {
         self.stores.as_ref().ok_or_else(|| {
-            Fault::usage("this needs a store, and the curriculum only describes one")
+            Fault::usage("this needs a store, and the curriculum names a store stub")
                 .at(self.curriculum.place("store"))
                 .wanted("the folder of a store")
                 .hint("build one with `zdata build CORPUS.toml --out STORE`")

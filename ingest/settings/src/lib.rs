@@ -41,7 +41,7 @@ pub const CORPUS: &str = "a corpus file";
 /// A file that is trained on.
 pub const CURRICULUM: &str = "a curriculum";
 /// A file that replaces a store that does not exist yet.
-pub const DESCRIPTION: &str = "a description of a store";
+pub const DESCRIPTION: &str = "a store stub";
 
 /// The text of a file, and its name for error messages.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::assembly;
 use crate::assembly::pipeline::{Encoding, Item, Step, step};
-use crate::corpus::{Corpus, Source, SourceFile};
+use crate::corpus::{Corpus, Source, SourceFile, stops};
 use crate::cuts;
 use crate::dropped::List;
 use crate::prepared::Prepared;
@@ -51,6 +51,8 @@ pub struct SourceForecast {
     pub documents: u64,
     /// About how many tokens these have.
     pub tokens: u64,
+    /// Records of the sample that a build drops, for any reason.
+    pub sampled_dropped: u64,
     /// Whether steps compare its documents: the scan may remove some.
     pub compared: bool,
 }
@@ -106,6 +108,7 @@ pub fn forecast(corpus: &Corpus, engine: Option<Engine>, workers: usize) -> Resu
             sampled_bytes: sample.bytes,
             documents: sample.of_all(sample.documents, bytes),
             tokens: sample.of_all(sample.tokens, bytes),
+            sampled_dropped: sample.dropped,
             compared: is_compared(source),
         });
     }
@@ -139,6 +142,7 @@ struct Sample {
     bytes: u64,
     documents: u64,
     tokens: u64,
+    dropped: u64,
 }
 
 impl Sample {
@@ -152,13 +156,19 @@ impl Sample {
                 (first, file.bytes) = (None, size);
                 break;
             };
-            let tokens = |item: &Item| match item {
-                Item::Document(document) => Some(document.tokens.len() as u64),
-                Item::Dropped(_) => None,
-            };
-            for tokens in items.iter().filter_map(tokens) {
-                file.documents += 1;
-                file.tokens += tokens;
+            for item in items {
+                match item {
+                    Item::Document(document) => {
+                        file.documents += 1;
+                        file.tokens += document.tokens.len() as u64;
+                    }
+                    // A build would stop here.
+                    Item::Dropped(dropped) if stops(only, &dropped.reason) => {
+                        let place = || only.sources[0].files[0].shown.clone();
+                        return Err(dropped.fault.or_at(place));
+                    }
+                    Item::Dropped(_) => self.dropped += 1,
+                }
             }
             file.bytes = raw_bytes;
             let first = first.get_or_insert(if raw_bytes > 0 { file } else { Sample::default() });
@@ -216,6 +226,18 @@ mod tests {
             assert_eq!(told.sampled_bytes, told.bytes);
         }
         assert_eq!(told.sources.len(), manifest.sources.len());
+    }
+
+    /// A record at which a build would stop stops this too; where it would be dropped, it is counted.
+    #[test]
+    fn a_forecast_stops_where_a_build_does() {
+        let bench = Workbench::new(30);
+        bench.write("web-1.jsonl", json_lines(0, 3) + "{\"text\": \"x\"\n");
+        let told = forecast(&Corpus::read(bench.corpus("")).unwrap(), None, 1).unwrap_err();
+        assert!(told.to_string().contains("web-1.jsonl:4"), "{told}");
+        let skips = Corpus::read(bench.corpus("on_error = \"skip\"")).unwrap();
+        let told = &forecast(&skips, None, 1).unwrap().sources[0];
+        assert_eq!((told.documents, told.sampled_dropped), (33, 1));
     }
 
     /// Of large inputs a part is read, and what is scaled from it is near.

@@ -209,6 +209,7 @@ fn shown(forecast: &Forecast) -> String {
         sampled_bytes,
         documents,
         tokens,
+        sampled_dropped,
         compared,
     } in sources
     {
@@ -216,7 +217,12 @@ fn shown(forecast: &Forecast) -> String {
         let about = if sampled_bytes == bytes { "" } else { "about " };
         let counts = [counted(*documents, "document"), counted(*tokens, "token")];
         let compared = if *compared { ", before documents are compared" } else { "" };
-        text += &format!("{source}: {}; {about}{}{compared}\n", of.join(", "), counts.join(", "));
+        let dropped = match sampled_dropped {
+            0 => String::new(),
+            count => format!("; {} of the sample dropped", counted(*count, "record")),
+        };
+        let (of, counts) = (of.join(", "), counts.join(", "));
+        text += &format!("{source}: {of}; {about}{counts}{compared}{dropped}\n");
     }
     let parts: u64 = sources.iter().map(|source| source.parts).sum();
     let (part_bytes, store) = (words::bytes(*part_bytes), words::bytes(*store_bytes));

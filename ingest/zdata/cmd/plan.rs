@@ -305,7 +305,7 @@ impl PhaseRow {
                 segments.clone().for_each(|index| of_source += plan.composition(index, entry));
                 composition += of_source;
                 let facts = &plan.sources()[phase.uses[entry].source];
-                let [weight, end] = weights([phase, last], curriculum, (entry, &facts.name));
+                let [weight, end] = weights(phase, last, curriculum, entry, &facts.name);
                 let samples = parts.iter().map(|part| part.uses[entry].samples).sum::<u64>();
                 let tokens = parts.iter().map(|part| part.uses[entry].tokens).sum::<u64>();
                 let before = phase.uses[entry].tokens_before;
@@ -370,11 +370,19 @@ impl PhaseRow {
         out + "\n"
     }
 
-    /// The sequences in a step: of the first one and of the last, if they change.
+    /// The sequences in a step: all sizes in their order, or the least and the greatest of many.
     fn batch_text(&self) -> String {
-        match self.batches.last() {
-            None => many(self.batch, "sequence"),
-            Some([_, last]) => format!("{} to {}", count(self.batch), many(*last, "sequence")),
+        let sizes: Vec<u64> = self.batches.iter().map(|[_, size]| *size).collect();
+        let (least, most) = (sizes.iter().min(), sizes.iter().max());
+        match (least, most) {
+            (Some(least), Some(most)) if sizes.len() > 4 => {
+                let each = format!("{} to {}", count(*least), many(*most, "sequence"));
+                format!("{each} ({})", many(sizes.len() as u64, "size"))
+            }
+            (Some(_), Some(_)) => {
+                sizes.iter().map(|size| count(*size)).collect::<Vec<_>>().join(", ") + " sequences"
+            }
+            _ => many(self.batch, "sequence"),
         }
     }
 
@@ -425,11 +433,14 @@ impl UseRow {
     }
 }
 
-/// The weights of a source (its number in the phase, its name) at the two ends of a mix: its first and last segment.
+/// The weights of a source, which has the number `entry` in the phase, at the two ends of a mix: its first and last
+/// segment.
 fn weights(
-    [phase, last]: [&PhasePlan; 2],
+    phase: &PhasePlan,
+    last: &PhasePlan,
     curriculum: &Curriculum,
-    (entry, name): (usize, &str),
+    entry: usize,
+    name: &str,
 ) -> [WeightRow; 2] {
     let sides: [(&[u64], &str); 2] = match phase.mixing.weights() {
         MixWeights::Constant(weights) => [(weights, ""), (weights, "")],

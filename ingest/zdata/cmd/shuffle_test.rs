@@ -24,13 +24,13 @@ pub(crate) struct Args {
     #[arg(required_unless_present = "length", conflicts_with_all = ["length", "seeds"])]
     order: Option<PathBuf>,
     /// How many numbers the whole order has, where the file holds only its beginning [default: lines of the file].
-    #[arg(long, value_name = "N", requires = "order")]
+    #[arg(long, value_name = "N", requires = "order", value_parser = clap::value_parser!(u64).range(..=LENGTH_MAX))]
     of: Option<u64>,
     /// The order of the next epoch, which should not resemble this one.
     #[arg(long, value_name = "FILE", requires = "order")]
     next_epoch: Option<PathBuf>,
     /// Test the order of this project for a source of so many samples.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(LENGTH_MIN..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(LENGTH_MIN..=LENGTH_MAX))]
     length: Option<u64>,
     /// With `--length`: how many seeds are tested.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
@@ -42,6 +42,9 @@ pub(crate) struct Args {
 
 /// The shortest order that can be tested: of a shorter one, too few positions are looked at.
 const LENGTH_MIN: u64 = 2048;
+
+/// The longest one: positions and lags are then added without an overflow.
+const LENGTH_MAX: u64 = 1 << 62;
 
 /// The worst score of a measure, and the seed that has it.
 type Worst = BTreeMap<String, (f64, Option<u64>)>;
@@ -114,6 +117,11 @@ fn ours(n: u64, seeds: u64) -> (String, u64, u64, Worst) {
 
 /// The scores of an order that a file lists.
 fn listed(path: &Path, of: Option<u64>, next: Option<&Path>) -> Result<(String, u64, u64, Worst)> {
+    if next == Some(path) && path == Path::new("-") {
+        return Err(Fault::usage("standard input has one order")
+            .at("--next-epoch")
+            .wanted("a file"));
+    }
     let values = numbers(path)?;
     let n = of.unwrap_or(values.len() as u64);
     let place = path.display().to_string();

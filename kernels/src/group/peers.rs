@@ -78,7 +78,7 @@ impl Peers {
             false => KeyValueStore::connect(host, *port, name, key, timeout),
         };
         let store = store.map_err(|error| match error {
-            Error::Stranger { what } => Error::Stranger { what: format!("rank {rank} met a stranger: {what}") },
+            Error::Stranger { what } => Error::Stranger { what: format!("rank {rank} met an unauthenticated connection: {what}") },
             error @ Error::Short { .. } => error,
             Error::Foreign { call: TAKEN, reason } => taken(place, &reason),
             error => {

@@ -27,44 +27,24 @@ pub(crate) struct Array {
 }
 
 /// The type of signed 32-bit numbers in this machine's order, and of bytes.
-const I32: &str = if cfg!(target_endian = "little") { "<i4" } else { ">i4" };
-const U8: &str = "|u1";
+pub(crate) const I32: &str = if cfg!(target_endian = "little") { "<i4" } else { ">i4" };
+pub(crate) const U8: &str = "|u1";
 
 impl Array {
     /// A list of numbers.
-    pub(crate) fn of(words: Vec<i32>) -> Self {
-        let (address, shape) = (words.as_ptr().expose_provenance(), vec![words.len()]);
+    pub(crate) fn of(mut words: Vec<i32>) -> Self {
+        let (address, shape) = (words.as_mut_ptr().expose_provenance(), vec![words.len()]);
         Array { _holder: Holder::Words(words), address, shape, kind: I32 }
     }
 
-    /// A column of 32-bit numbers of a batch.
+    /// A column of a batch, at this address of its memory.
     pub(crate) fn column(
         batch: &Arc<Owned<loader::Batch>>,
-        column: &[i32],
+        address: usize,
+        kind: &'static str,
         shape: [usize; 2],
     ) -> Self {
-        let address = column.as_ptr().expose_provenance();
-        Array {
-            _holder: Holder::Batch(Arc::clone(batch)),
-            address,
-            shape: shape.to_vec(),
-            kind: I32,
-        }
-    }
-
-    /// A column of bytes of a batch.
-    pub(crate) fn bytes(
-        batch: &Arc<Owned<loader::Batch>>,
-        column: &[u8],
-        shape: [usize; 2],
-    ) -> Self {
-        let address = column.as_ptr().expose_provenance();
-        Array {
-            _holder: Holder::Batch(Arc::clone(batch)),
-            address,
-            shape: shape.to_vec(),
-            kind: U8,
-        }
+        Array { _holder: Holder::Batch(Arc::clone(batch)), address, shape: shape.to_vec(), kind }
     }
 }
 

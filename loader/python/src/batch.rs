@@ -8,7 +8,7 @@ use loader::{OpenedCurriculum, step_digest};
 use mixer::StepSpec;
 use pyo3::prelude::*;
 
-use crate::array::Array;
+use crate::array::{Array, I32, U8};
 use crate::error::Outcome;
 use crate::process::{Mine, Owned, PerProcess};
 
@@ -21,18 +21,26 @@ pub(crate) struct Batch {
     phase: String,
     /// The rows, counted in the step.
     rows: Vec<u64>,
+    /// Where the columns are: tokens, labels, positions, loss mask. Python may write there, so nothing here reads them.
+    addresses: [usize; 4],
 }
 
 impl Batch {
     pub(crate) fn new(
-        batch: loader::Batch,
+        mut batch: loader::Batch,
         opened: &Arc<PerProcess<OpenedCurriculum>>,
         mine: &Mine<OpenedCurriculum>,
         spec: StepSpec,
-    ) -> Self {
+    ) -> Outcome<Self> {
         let rows = batch.samples.iter().map(|sample| sample.sample - spec.first_sample).collect();
         let phase = mine.plan.phases()[spec.phase].name.clone();
-        Batch { held: Arc::new(Owned::new(batch)), opened: Arc::clone(opened), spec, phase, rows }
+        let columns = batch.columns_mut()?;
+        let words = [columns.tokens, columns.labels, columns.positions];
+        let [tokens, labels, positions] =
+            words.map(|column| column.as_mut_ptr().expose_provenance());
+        let addresses = [tokens, labels, positions, columns.mask.as_mut_ptr().expose_provenance()];
+        let (held, opened) = (Arc::new(Owned::new(batch)), Arc::clone(opened));
+        Ok(Batch { held, opened, spec, phase, rows, addresses })
     }
 
     /// The batch; a forked child has its parent's memory only by chance.
@@ -102,15 +110,17 @@ impl Batch {
 
     /// The column of this name: a row for each sequence.
     fn column(&self, name: &str) -> Outcome<Array> {
-        let columns = self.get()?.columns();
+        self.get()?;
         let shape = [self.rows.len(), self.spec.seq_len as usize];
-        Ok(match name {
-            "tokens" => Array::column(&self.held, columns.tokens, shape),
-            "labels" => Array::column(&self.held, columns.labels, shape),
-            "positions" => Array::column(&self.held, columns.positions, shape),
-            "loss_mask" => Array::bytes(&self.held, columns.mask, shape),
+        let [tokens, labels, positions, mask] = self.addresses;
+        let (address, kind) = match name {
+            "tokens" => (tokens, I32),
+            "labels" => (labels, I32),
+            "positions" => (positions, I32),
+            "loss_mask" => (mask, U8),
             _ => return Err(Fault::bug(format!("a batch has no column {name:?}")).into()),
-        })
+        };
+        Ok(Array::column(&self.held, address, kind, shape))
     }
 
     /// Where documents begin in a run of rows, laid one after the other, and their end; and the longest document.

@@ -1,5 +1,6 @@
 //! A curriculum with its plan and its stores: what steps there are, and their batches.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use contract::{Fault, Result};
@@ -10,7 +11,7 @@ use mixer::StepSpec;
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use store::Location;
-use toml::{Table, Value};
+use toml_edit::{DocumentMut, InlineTable, Item, TableLike, TomlError, Value};
 
 use crate::batch::Batch;
 use crate::error::Outcome;
@@ -18,6 +19,10 @@ use crate::process::{Mine, Owned, PerProcess};
 
 /// Tokens that a digest holds in memory at a time.
 const HELD_TOKENS: u64 = 1 << 22;
+
+/// The most threads that read ahead, and the most batches that wait.
+const THREADS_MAX: usize = 1024;
+const DEPTH_MAX: usize = 1 << 16;
 
 /// An opened curriculum.
 #[pyclass(frozen, module = "zdata._zdata")]
@@ -106,7 +111,7 @@ impl Curriculum {
         let (opened, spec) = self.spec(py, step)?;
         let read = || loader::batch(&opened.plan, opened.stores()?, step, slice);
         let batch = py.detach(read)?;
-        Ok(Batch::new(batch, &self.opened, &opened, spec))
+        Batch::new(batch, &self.opened, &opened, spec)
     }
 
     /// One of a rank's micro-batches of a step.
@@ -140,7 +145,7 @@ impl Curriculum {
         }
         let read = || loader::rows(&opened.plan, opened.stores()?, step, rows);
         let batch = py.detach(read)?;
-        Ok(Batch::new(batch, &self.opened, &opened, spec))
+        Batch::new(batch, &self.opened, &opened, spec)
     }
 
     /// The step of a global sample number, and its row there.
@@ -160,8 +165,8 @@ impl Curriculum {
     ) -> Outcome<Vec<String>> {
         let opened = self.get(py)?;
         Ok(py.detach(|| {
-            let source =
-                source(&opened, start, stop, PrefetchOptions { threads, depth: 2 * threads })?;
+            let depth = threads.saturating_mul(2);
+            let source = source(&opened, start, stop, PrefetchOptions { threads, depth })?;
             let summaries = Prefetcher::summaries(source, HELD_TOKENS)?;
             let digest = |summary: Result<StepSummary>| Ok(summary?.digest.to_string());
             summaries.map(digest).collect::<Result<Vec<_>>>()
@@ -196,6 +201,12 @@ fn source(
     stop: u64,
     options: PrefetchOptions,
 ) -> Result<PrefetchSource> {
+    let PrefetchOptions { threads, depth } = options;
+    if !(1..=THREADS_MAX).contains(&threads) || !(1..=DEPTH_MAX).contains(&depth) {
+        return Err(Fault::usage("so many batches are not read ahead")
+            .found(format!("threads={threads}, depth={depth}"))
+            .wanted(format!("threads from 1 to {THREADS_MAX}, depth from 1 to {DEPTH_MAX}")));
+    }
     let end = opened.plan.steps() + 1;
     if start == 0 || stop > end || start > stop {
         return Err(Fault::usage("the plan does not have these steps")
@@ -224,57 +235,91 @@ impl BatchesAhead {
         let next = py.detach(|| batches.lock().unwrap_or_else(PoisonError::into_inner).next());
         let batch = next.ok_or_else(|| PyStopIteration::new_err(()))??;
         let spec = self.mine.plan.step(batch.step)?;
-        Ok(Batch::new(batch, &self.opened, &self.mine, spec))
+        Batch::new(batch, &self.opened, &self.mine, spec)
     }
 }
 
 /// The text of a curriculum with some keys replaced: `{"phase.first.steps": 10}`. An element of a list of tables is
-/// named by its `name`, or by its number from 0.
+/// named by its `name`, or by its number from 0. All other text stays as it was typed, so weights stay exact.
 fn settings_of(file: &Location, text: Vec<u8>, overrides: &str) -> Result<String> {
     let place = || file.to_string();
     let wrong = |why: String| Fault::usage(format!("this is not valid TOML: {why}")).at(place());
     let text = String::from_utf8(text).map_err(|error| wrong(error.to_string()))?;
-    let table: Table = text.parse().map_err(|error: toml::de::Error| wrong(error.to_string()))?;
-    let mut whole = Value::Table(table);
+    let mut whole: DocumentMut =
+        text.parse().map_err(|error: TomlError| wrong(error.to_string()))?;
     let not_toml =
         |why: String| Fault::usage(format!("overrides cannot be written as TOML: {why}"));
     let changes: serde_json::Map<String, serde_json::Value> =
         serde_json::from_str(overrides).map_err(|error| not_toml(error.to_string()))?;
     for (key, value) in changes {
-        let value = Value::try_from(value).map_err(|error| not_toml(error.to_string()).at(&key))?;
-        set(&mut whole, &key, value)?;
+        let text = toml::to_string(&BTreeMap::from([(KEY, value)]));
+        let text = text.map_err(|error| not_toml(error.to_string()).at(&key))?;
+        let alone: DocumentMut =
+            text.parse().map_err(|error: TomlError| not_toml(error.to_string()))?;
+        let value = alone.as_table().get(KEY).cloned().unwrap_or_default().into_value();
+        let value = value.map_err(|_| not_toml("it has no value".to_owned()).at(&key))?;
+        let parts: Vec<&str> = key.split('.').collect();
+        set(whole.as_table_mut(), &key, &parts, value)?;
     }
-    toml::to_string(&whole).map_err(|error| not_toml(error.to_string()))
+    Ok(whole.to_string())
 }
 
+/// The key of a value that is written alone.
+const KEY: &str = "value";
+
 /// Sets a dotted key. Tables that are not there are made: the curriculum's reader knows which keys exist.
-fn set(whole: &mut Value, key: &str, value: Value) -> Result<()> {
-    let mut at = whole;
-    for part in key.split('.') {
-        at = match at {
-            Value::Table(table) => table.entry(part).or_insert_with(|| Value::Table(Table::new())),
-            Value::Array(items) => {
-                let names: Vec<String> = items.iter().map(name_of).collect();
-                let index = names.iter().position(|name| name == part);
-                match index.or_else(|| part.parse().ok()).and_then(|index| items.get_mut(index)) {
-                    Some(item) => item,
-                    None => {
-                        let fault = Fault::usage("the list has no such element").at(key);
-                        return Err(fault.found(part).wanted(names.join(", ")));
-                    }
-                }
+fn set(table: &mut dyn TableLike, key: &str, parts: &[&str], value: Value) -> Result<()> {
+    let [first, rest @ ..] = parts else { return Ok(()) };
+    if rest.is_empty() {
+        table.insert(first, Item::Value(value));
+        return Ok(());
+    }
+    let item = table.entry(first).or_insert(Item::Value(InlineTable::new().into()));
+    if let Some(list) = item.as_array_of_tables_mut() {
+        let number = element(key, rest[0], list.iter().map(|table| name_of(table)))?;
+        let within = list.get_mut(number).filter(|_| rest.len() > 1);
+        let within = within.ok_or_else(|| no_element(key, rest[0], &[]))?;
+        return set(within, key, &rest[1..], value);
+    }
+    if let Some(list) = item.as_array_mut() {
+        let name = |value: &Value| value.as_inline_table().map(|table| name_of(table));
+        let number =
+            element(key, rest[0], list.iter().map(|value| name(value).unwrap_or_default()))?;
+        let Some(within) = list.get_mut(number) else { return Err(no_element(key, rest[0], &[])) };
+        return match (rest.len(), within.as_inline_table_mut()) {
+            (1, _) => {
+                list.replace(number, value);
+                Ok(())
             }
-            other => {
-                let fault = Fault::usage("this key is not a table").at(key);
-                return Err(fault.found(other.to_string()).wanted(format!("a table with {part}")));
-            }
+            (_, Some(within)) => set(within, key, &rest[1..], value),
+            (_, None) => Err(not_a_table(key, &within.to_string(), rest[1])),
         };
     }
-    *at = value;
-    Ok(())
+    match item.as_table_like_mut() {
+        Some(within) => set(within, key, rest, value),
+        None => Err(not_a_table(key, &item.to_string(), rest[0])),
+    }
+}
+
+/// The number of the element of a list that has this name, or this number.
+fn element(key: &str, wanted: &str, names: impl Iterator<Item = String>) -> Result<usize> {
+    let names: Vec<String> = names.collect();
+    let named = names.iter().position(|name| name == wanted);
+    let number = named.or_else(|| wanted.parse().ok()).filter(|number| *number < names.len());
+    number.ok_or_else(|| no_element(key, wanted, &names))
+}
+
+fn no_element(key: &str, found: &str, names: &[String]) -> Fault {
+    let fault = Fault::usage("the list has no such element, or no key of it is named");
+    fault.at(key).found(found).wanted(names.join(", "))
+}
+
+fn not_a_table(key: &str, found: &str, part: &str) -> Fault {
+    let fault = Fault::usage("this key is not a table").at(key);
+    fault.found(found.trim()).wanted(format!("a table with {part}"))
 }
 
 /// The name of a table in a list.
-fn name_of(item: &Value) -> String {
-    item.get("name").and_then(Value::as_str).unwrap_or_default().to_owned()
+fn name_of(table: &dyn TableLike) -> String {
+    table.get("name").and_then(Item::as_str).unwrap_or_default().to_owned()
 }

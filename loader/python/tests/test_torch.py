@@ -119,6 +119,26 @@ class Resume(unittest.TestCase):
             second.load_state_dict(first.state_dict())
             self.assertEqual(items + loaded(second, taken % 4), wanted, taken)
 
+    def test_a_state_within_a_step_needs_the_same_ranks(self):
+        first = zdata.torch.IterableDataset(curriculum(), unit="micro_batch", transform=name)
+        self.assertIsNotNone(next(iter(first)))
+        state = first.state_dict()
+        self.assertEqual(state, {"step": 1, "micro_batch": 1, "world": 1})
+        other = zdata.torch.IterableDataset(curriculum(), unit="micro_batch", rank=0, world=2)
+        with self.assertRaisesRegex(ValueError, "within step 1 of 1 ranks"):
+            other.load_state_dict(state)
+        with self.assertRaises(ValueError):
+            zdata.torch.IterableDataset(curriculum()).load_state_dict(state)
+        other.load_state_dict({"step": 2})
+
+    def test_a_loader_has_its_rank_already(self):
+        loader = zdata.Loader(curriculum())
+        for wrong in ({"rank": 1}, {"world": 2}, {"overrides": {"seed": 9}}):
+            with self.assertRaises(TypeError):
+                zdata.torch.IterableDataset(loader, **wrong)
+        with self.assertRaises(ValueError):
+            zdata.torch.IterableDataset(loader, start=50)
+
     @unittest.skipIf(StatefulDataLoader is None, "torchdata is not installed")
     def test_a_stateful_data_loader_keeps_the_place(self):
         for unit in zdata.torch.UNITS:

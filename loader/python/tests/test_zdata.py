@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -100,6 +101,9 @@ class OfStore(unittest.TestCase):
         self.assertIn("tokens within 0..", caught.exception.wanted)
         with self.assertRaises(zdata.UsageError):
             self.store.documents("web", 3, 2)
+        with self.assertRaises(zdata.UsageError) as caught:
+            self.store.tokens("web", -5)
+        self.assertEqual((caught.exception.place, caught.exception.found), ("start", "-5"))
         with self.assertRaises(zdata.UsageError):
             self.store.stream("web", "test")
         with self.assertRaises(zdata.DataError) as caught:
@@ -132,6 +136,15 @@ class OfPlan(unittest.TestCase):
         by_number = zdata.Plan(curriculum(), {"seed": 12, "phase.0.steps": 3, "source.math": {"max_epochs": 9}})
         self.assertEqual(plan.digest, by_number.digest)
         self.assertEqual(zdata.Loader(plan).batch(2).digest, digests(changed)[1])
+
+    def test_an_override_leaves_all_other_text_as_it_was_typed(self):
+        text = curriculum().read_text()
+        weight = re.search(r"mix = \{.*\}", text).group(0)
+        fine = re.sub(r"= [0-9.]+", "= 0.123456789012345678", weight, count=1)
+        self.assertNotEqual(fine, weight)
+        typed = folder() / "fine.toml"
+        typed.write_text(text.replace(weight, fine, 1))
+        self.assertEqual(zdata.Plan(typed).digest, zdata.Plan(typed, {"seed": 11}).digest)
 
     def test_an_override_that_is_wrong_is_refused(self):
         for overrides, words in [
@@ -190,6 +203,9 @@ class OfLoader(unittest.TestCase):
         self.assertEqual([batch.digest for batch in self.loader.batches()], wanted)
         self.assertEqual([batch.digest for batch in self.loader.batches(4, 9, threads=3, depth=1)], wanted[3:8])
         self.assertEqual(self.loader.digests(threads=2), wanted)
+        for wrong in ({"threads": 0}, {"threads": 1 << 60}, {"depth": 1 << 60}, {"depth": -1}):
+            with self.assertRaises(zdata.UsageError):
+                next(self.loader.batches(**wrong))
         for world in (2, 3, 5):
             parts = [zdata.Loader(curriculum(), rank, world).batch(9).sequence_digests for rank in range(world)]
             self.assertEqual(zdata.step_digest(sum(parts, [])), wanted[8])

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from . import provenance
+from .errors import Error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,4 +141,8 @@ class Batch:
         raise TypeError("a batch is not sent to another process: send its arrays or its step")
 
     def __repr__(self) -> str:
-        return f"Batch(step={self.step}, phase={self.phase!r}, shape=({len(self)}, {self.seq_len}), digest={self.digest})"
+        try:
+            digest = self.digest
+        except Error:  # The batch of a parent process.
+            digest = "unknown"
+        return f"Batch(step={self.step}, phase={self.phase!r}, shape=({len(self)}, {self.seq_len}), digest={digest})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 
 class Error(Exception):
     """What went wrong (`what`), where (`place`), what was `found`, what was `wanted`, and what to do next (`hint`).
@@ -54,6 +56,16 @@ class MachineError(Error):
     """The machine failed or refused: disk full, no permission."""
 
     exit_code = 6
+
+
+def whole(name: str, value: int) -> int:
+    """A whole number that the compiled half takes, or an error that names the argument."""
+    number = operator.index(value)
+    if not 0 <= number < 1 << 63:
+        error = UsageError(f"{name} is {number}, wanted a whole number from 0 on")
+        error.what, error.place, error.found, error.wanted = str(error), name, str(number), "a whole number from 0 on"
+        raise error
+    return number
 
 
 _CLASSES = {kind.exit_code: kind for kind in (BugError, UsageError, DataError, MismatchError, DivergedError, MachineError)}

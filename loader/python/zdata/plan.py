@@ -19,11 +19,13 @@ class SourceUse:
 
     name: str
     share: float
-    """Of the phase's samples, as the mix asks for it."""
+    """Of the phase's samples, as the mix asks for it; in a ramp, at its first sample."""
     samples: int
     tokens: int
     epochs_before: float
     epochs_after: float
+    end_share: float | None = None
+    """In a ramp, the share at its last sample."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Phase:
     steps: int
     seq_len: int
     batch: int
-    """Sequences in a step."""
+    """Sequences in a step, in the first one if they change."""
     micro_batch: int
     """Sequences in a micro-batch."""
     samples: int
@@ -46,6 +48,10 @@ class Phase:
     digest: str
     """The plan's digest up to the phase's last step."""
     sources: tuple[SourceUse, ...]
+    batches: tuple[tuple[int, int], ...] = ()
+    """Where the batch changes: from a step on, sequences in a step."""
+    curve: str | None = None
+    """Of a ramp of the mix: linear, cosine or table."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,11 @@ class Plan:
         """The phases in order."""
 
         def phase(answer):
-            return build(Phase, answer, sources=tuple(build(SourceUse, use) for use in answer["sources"]))
+            def use(source):
+                return build(SourceUse, source, end_share=source["end"]["share"] if "end" in source else None)
+
+            batches = tuple((first, batch) for first, batch in answer.get("batches", ()))
+            return build(Phase, answer, sources=tuple(map(use, answer["sources"])), batches=batches)
 
         return tuple(phase(answer) for answer in self._answer["phases"])
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from . import _zdata, provenance
 from ._json import build
+from .errors import whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +61,7 @@ class Store:
 
         if stop is None:
             stop = self.stream(source, split).tokens
-        return np.asarray(self._store.tokens(source, split, (start, stop)))
+        return np.asarray(self._store.tokens(source, split, (whole("start", start), whole("stop", stop))))
 
     def starts(self, source: str, start: int = 0, stop: int | None = None, split: str = "train") -> np.ndarray:
         """Where documents begin, within tokens `start` to `stop - 1` of a stream."""
@@ -68,7 +69,7 @@ class Store:
 
         if stop is None:
             stop = self.stream(source, split).tokens
-        return np.array(self._store.starts(source, split, (start, stop)), dtype=np.int64)
+        return np.array(self._store.starts(source, split, (whole("start", start), whole("stop", stop))), dtype=np.int64)
 
     def document(self, source: str, number: int, split: str = "train") -> provenance.Document:
         """A document's provenance, by its number in the stream."""
@@ -80,7 +81,8 @@ class Store:
         """The provenance of documents `start` to `stop - 1`."""
         if stop is None:
             stop = self.stream(source, split).documents
-        return [provenance.document(answer) for answer in json.loads(self._store.documents(source, split, (start, stop)))]
+        part = (whole("start", start), whole("stop", stop))
+        return [provenance.document(answer) for answer in json.loads(self._store.documents(source, split, part))]
 
     def document_tokens(self, document: provenance.Document, split: str = "train") -> np.ndarray:
         """The tokens of a document, begin and end markers included."""

@@ -63,6 +63,8 @@ def _this_rank() -> tuple[int, int]:
 
 def _loader(curriculum, rank, world, overrides) -> Loader:
     if isinstance(curriculum, Loader):
+        if rank is not None or world is not None or overrides:
+            raise TypeError("rank, world and overrides are given to Loader")
         return curriculum
     own_rank, own_world = _this_rank()
     own = (own_rank if rank is None else rank, own_world if world is None else world)
@@ -73,8 +75,9 @@ class IterableDataset(torch.utils.data.IterableDataset):
     """This rank's batches from step `start` on, in the order of steps.
 
     With `unit="micro_batch"` an item is a micro-batch. Workers of a DataLoader take turns, so its order is that of one
-    process. The state is a step: the one that comes next (and how many of its micro-batches came). It is the same for
-    every number of ranks and workers; torchdata's StatefulDataLoader keeps it by itself.
+    process. The state is a step: the one that comes next. It is the same for every number of ranks and workers;
+    torchdata's StatefulDataLoader keeps it by itself. Within a step it also counts this rank's micro-batches, and then
+    needs the same number of ranks.
     """
 
     def __init__(
@@ -92,18 +95,26 @@ class IterableDataset(torch.utils.data.IterableDataset):
         if unit not in UNITS:
             raise ValueError(f"unit is {unit!r}, wanted one of {UNITS}")
         self.loader = _loader(curriculum, rank, world, overrides)
-        self.stop = self.loader.steps + 1 if stop is None else stop
+        end = self.loader.steps + 1
+        self.stop = end if stop is None else stop
+        if not 1 <= start <= self.stop <= end:
+            raise ValueError(f"steps {start} to {self.stop} (start, stop) are not within 1 to {end}")
         self.unit, self.transform = unit, transform
         self._begin = self._next = (start, 0)
 
     def state_dict(self) -> dict[str, int]:
         """The place of the next item."""
         step, micro_batch = self._next
-        return {"step": step} if self.unit == "step" else {"step": step, "micro_batch": micro_batch}
+        return {"step": step} | ({"micro_batch": micro_batch, "world": self.loader.world} if micro_batch else {})
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues where the state was taken."""
-        self._begin = self._next = (state["step"], state.get("micro_batch", 0))
+        step, micro_batch, world = state["step"], state.get("micro_batch", 0), state.get("world", self.loader.world)
+        if micro_batch and (world, self.unit) != (self.loader.world, "micro_batch"):
+            raise ValueError(
+                f"the state is within step {step} of {world} ranks, by micro-batch: go on with these, or save between steps"
+            )
+        self._begin = self._next = (step, micro_batch)
 
     def _count(self, step: int) -> int:
         return 1 if self.unit == "step" else self.loader.micro_batch_count(step)

@@ -4,7 +4,6 @@
 //! contains its step (until that phase ends), ban documents for the rest of the run, add a store for later mixes,
 //! change the learning rate, its schedule, the clips, the skip rules and the number format, and make its own step
 //! update nothing.
-//! move nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 

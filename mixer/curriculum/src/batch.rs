@@ -5,13 +5,15 @@ use std::num::NonZeroU64;
 
 use contract::Result;
 use schemars::JsonSchema;
-use serde::Deserialize;
 use settings::{File, Spanned, Value};
 
 use super::text::inline;
 
 /// The most batch sizes of a phase: each of them is a segment of the plan.
 const SIZES_MAX: usize = 1024;
+
+/// The keys of a ramp.
+const RAMP_KEYS: [&str; 4] = ["from", "to", "every", "by"];
 
 /// The batch sizes of a phase.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,8 +33,9 @@ pub(super) enum BatchText {
 }
 
 /// A batch that grows within its phase.
-#[derive(Deserialize, JsonSchema)]
+#[derive(JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[expect(dead_code, reason = "stands for a value that is read with its place")]
 pub(super) struct BatchRamp {
     /// Sequences in the first steps.
     #[schemars(extend("digest" = "plan, run"))]
@@ -52,7 +55,9 @@ impl BatchSizes {
     /// Reads `batch`; a ramp grows by `micro_batch` unless it says otherwise.
     pub(super) fn read(file: &File, batch: &Spanned<Value>, micro_batch: u64) -> Result<Self> {
         let sizes = match batch.get_ref() {
-            Value::Table(table) if table.contains_key("from") => ramp(file, batch, micro_batch)?,
+            Value::Table(table) if RAMP_KEYS.iter().any(|key| table.contains_key(*key)) => {
+                ramp(file, batch, table, micro_batch)?
+            }
             Value::Table(table) => self::table(file, batch, table)?,
             Value::Integer(size) if *size > 0 => BTreeMap::from([(1, *size as u64)]),
             _ => {
@@ -134,15 +139,31 @@ impl BatchSizes {
 }
 
 /// The sizes of a ramp.
-fn ramp(file: &File, batch: &Spanned<Value>, micro_batch: u64) -> Result<BTreeMap<u64, u64>> {
-    let ramp = batch.get_ref().clone().try_into::<BatchRamp>();
-    let BatchRamp { from, to, every, by } = ramp.map_err(|error| {
-        file.fault(batch, "`batch` is not a ramp")
-            .found(error.message().trim())
-            .wanted("{ from = 64, to = 512, every = 1000 }, numbers above zero; `by` as well")
-    })?;
-    let (from, to, every) = (from.get(), to.get(), every.get());
-    let by = by.map_or(micro_batch, NonZeroU64::get);
+fn ramp(
+    file: &File,
+    batch: &Spanned<Value>,
+    table: &toml::Table,
+    micro_batch: u64,
+) -> Result<BTreeMap<u64, u64>> {
+    let wanted = "{ from = 64, to = 512, every = 1000 }, numbers above zero; `by` as well";
+    if let Some(key) = table.keys().find(|key| !RAMP_KEYS.contains(&key.as_str())) {
+        let fault = file.fault(batch, "a ramp of the batch does not have this key");
+        return Err(fault.one_of(key, RAMP_KEYS));
+    }
+    let number = |key: &str| {
+        let Some(value) = table.get(key) else { return Ok(None) };
+        let number = value.as_integer().and_then(|number| u64::try_from(number).ok());
+        number.filter(|number| *number > 0).map(Some).ok_or_else(|| {
+            let what = format!("`{key}` of the batch is not a whole number above zero");
+            file.fault(batch, what).found(value).wanted(wanted)
+        })
+    };
+    let needed = |key: &str| {
+        let missing = || file.fault(batch, format!("the ramp has no `{key}`")).wanted(wanted);
+        number(key)?.ok_or_else(missing)
+    };
+    let (from, to, every) = (needed("from")?, needed("to")?, needed("every")?);
+    let by = number("by")?.unwrap_or(micro_batch);
     if from >= to {
         return Err(file
             .fault(batch, "the batch does not grow")
@@ -158,7 +179,9 @@ fn ramp(file: &File, batch: &Spanned<Value>, micro_batch: u64) -> Result<BTreeMa
             break;
         }
         size = size.saturating_add(by).min(to);
-        step = step.saturating_add(every);
+        // A step that no run reaches.
+        let Some(next) = step.checked_add(every) else { break };
+        step = next;
     }
     Ok(sizes)
 }
@@ -172,13 +195,17 @@ fn table(file: &File, batch: &Spanned<Value>, table: &toml::Table) -> Result<BTr
     };
     let mut sizes = BTreeMap::new();
     for (step, size) in table {
-        let number = step.replace('_', "").parse::<u64>().ok().filter(|step| *step > 0);
-        let step = number.ok_or_else(|| wrong(format!("`batch` has no step {step:?}")))?;
-        let size = size.as_integer().and_then(|size| u64::try_from(size).ok());
-        let size = size.filter(|size| *size > 0);
-        let size =
-            size.ok_or_else(|| wrong(format!("the batch of step {step} is not above zero")))?;
-        sizes.insert(step, size);
+        // One way to write a step: otherwise two keys could be one step.
+        let number = step.parse::<u64>().ok().filter(|number| number.to_string() == *step);
+        let number = number.filter(|number| *number > 0);
+        let step = number.ok_or_else(|| {
+            wrong("`batch` has a key that is not a step".to_owned()).found(format!("{step:?}"))
+        })?;
+        let number = size.as_integer().and_then(|size| u64::try_from(size).ok());
+        let number = number.filter(|size| *size > 0).ok_or_else(|| {
+            wrong(format!("the batch of step {step} is not a whole number above zero")).found(size)
+        })?;
+        sizes.insert(step, number);
     }
     if !sizes.contains_key(&1) {
         return Err(wrong("`batch` does not begin with step 1".to_owned()));

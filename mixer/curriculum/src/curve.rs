@@ -102,7 +102,12 @@ impl MixCurve {
 /// The numbers of a table, exactly as typed.
 fn numbers(file: &File, table: &Spanned<Value>) -> Result<Vec<Ratio>> {
     let wanted = "2 to 1,025 numbers from 0 to 1: [0, 0.2, 1]";
-    let wrong = || file.wrong("table", table, wanted);
+    let wrong = || {
+        let count = table.get_ref().as_array().map_or(0, Vec::len);
+        let fault = file.wrong("table", table, wanted);
+        // A long list is shown by its length.
+        if count > 9 { fault.found(format!("{count} numbers")) } else { fault }
+    };
     if !table.get_ref().is_array() {
         return Err(wrong());
     }
@@ -117,7 +122,13 @@ fn numbers(file: &File, table: &Spanned<Value>) -> Result<Vec<Ratio>> {
         let outside = || wrong().found(alone.typed(value.span()));
         if part.num() > part.den() { Err(outside()) } else { Ok(part) }
     };
-    list.iter().map(number).collect()
+    let numbers = list.iter().map(number).collect::<Result<Vec<Ratio>>>()?;
+    if numbers.iter().all(|number| *number == numbers[0]) {
+        return Err(file
+            .fault(table, "the ramp changes nothing: all numbers of `table` are equal")
+            .wanted(wanted));
+    }
+    Ok(numbers)
 }
 
 /// The nearest integer part of [`RAMP_ONE`].

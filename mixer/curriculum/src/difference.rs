@@ -191,7 +191,7 @@ fn phase_differences(one: &Curriculum, edited: &Curriculum, list: &mut List) {
     let (mut first, mut first_other) = (1, 1);
     for (number, (phase, other)) in phases.iter().zip(others).enumerate() {
         let ramps = [one, edited].into_iter().filter_map(|of| first_ramp(of, number)).min();
-        phase_difference(phase, other, (first.min(first_other), ramps), list);
+        phase_difference(phase, other, first.min(first_other), ramps, list);
         first += phase.steps;
         first_other += other.steps;
     }
@@ -234,7 +234,8 @@ fn first_ramp(of: &Curriculum, phase: usize) -> Option<u64> {
 fn phase_difference(
     phase: &Phase,
     other: &Phase,
-    (first_step, first_ramp): (u64, Option<u64>),
+    first_step: u64,
+    first_ramp: Option<u64>,
     list: &mut List,
 ) {
     let Phase {
@@ -253,7 +254,9 @@ fn phase_difference(
     let ends = first_step + other.steps.min(*steps);
     list.compare(&key("steps"), other.steps, steps, first_ramp.unwrap_or(ends));
     list.compare(&key("seq_len"), other.seq_len, seq_len, first_step);
-    if let Some(step) = batch.first_other(&other.batch) {
+    // Sizes of steps that neither phase has change nothing.
+    let reached = (*steps).max(other.steps);
+    if let Some(step) = batch.first_other(&other.batch).filter(|step| *step <= reached) {
         let first =
             first_ramp.map_or(first_step + step - 1, |ramp| ramp.min(first_step + step - 1));
         list.compare(&key("batch"), other.batch.text(), batch.text(), first);

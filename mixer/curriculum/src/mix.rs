@@ -160,7 +160,8 @@ impl Mix {
     fn settled(self) -> Mix {
         match self {
             Mix::Ramp { from, to, .. }
-                if from.keys().eq(to.keys()) && integers(&from) == integers(&to) =>
+                if from.keys().eq(to.keys())
+                    && integers(&from).is_some_and(|from| Some(from) == integers(&to)) =>
             {
                 Mix::Constant(from)
             }

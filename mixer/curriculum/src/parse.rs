@@ -28,7 +28,7 @@ const TOKENS_MAX: u64 = 1 << 62;
 #[serde(deny_unknown_fields)]
 #[schemars(rename = "Curriculum")]
 struct CurriculumText {
-    /// Stores, or files that describe stores without data (for planning); relative to this file. Names of sources are
+    /// Stores, or store stubs without data (for planning); relative to this file. Names of sources are
     /// unique over all of them.
     #[schemars(with = "StoreText", extend("digest" = "-"))]
     store: Spanned<Value>,

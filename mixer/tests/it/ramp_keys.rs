@@ -81,6 +81,15 @@ fn mistakes_in_ramps_are_named() {
             &["`table`", "1.5", "0 to 1"],
         ),
         (
+            "{ from = { a = 1 }, to = { b = 1 }, curve = \"table\", table = [1, 1.0] }",
+            &["c.toml:33:", "changes nothing", "`table` are equal"],
+        ),
+        (
+            "{ from = { a = \"1/9223372036854775807\", b = \"1/9223372036854775806\" }, \
+             to = { a = \"1/9223372036854775805\", b = \"1/9223372036854775804\" } }",
+            &["too fine", "the same sum"],
+        ),
+        (
             "{ from = { a = 1, b = 3037000498 }, to = { b = 1, c = 3037000506 } }",
             &["c.toml:33:7", "too fine", "the same sum"],
         ),
@@ -133,6 +142,11 @@ fn batches_arrive_and_keep_their_meaning() {
     let changes: Vec<_> =
         c.difference(&other).into_iter().map(|it| (it.key, it.first_step)).collect();
     assert_eq!(changes, [("phase.short.batch".to_owned(), 11)]);
+    // A size of a step that the phase does not have changes nothing.
+    assert!(c.difference(&parse(&canonical.replace("11 = 7", "11 = 7, 13 = 9"))).is_empty());
+    // A size of a step that no run reaches is read at once.
+    let far = "{ from = 2, to = 9000000000000000000, every = 9000000000000000000 }";
+    assert_eq!(sizes(&parse(&batch(far)))[..3], [2, 2, 2]);
 }
 
 #[test]
@@ -140,15 +154,18 @@ fn mistakes_in_batches_are_named() {
     let cases: &[(&str, &[&str])] = &[
         ("0", &["c.toml:31:9", "`batch`", "above zero"]),
         ("8.5", &["c.toml:31:9", "8.5"]),
-        ("{ from = 4, to = 8 }", &["c.toml:31:9", "not a ramp", "`every`"]),
-        ("{ from = 4, to = 8, every = 0 }", &["not a ramp", "above zero"]),
-        ("{ from = 4, to = 8, every = 1, ny = 2 }", &["not a ramp", "ny"]),
+        ("{ from = 4, to = 8 }", &["c.toml:31:9", "no `every`"]),
+        ("{ to = 8, every = 2 }", &["c.toml:31:9", "no `from`"]),
+        ("{ from = 4, to = 8, every = 0 }", &["`every`", "above zero", "found:  0"]),
+        ("{ from = 4, to = 8, every = 1, bye = 2 }", &["did you mean `by`"]),
         ("{ from = 8, to = 8, every = 1 }", &["does not grow", "table"]),
         ("{ from = 4, to = 9, every = 1 }", &["micro_batch = 2, batch = 9"]),
         ("{ from = 2, to = 8000, every = 1 }", &["too many sizes", "at most 1024", "`by`"]),
         ("{ 2 = 8 }", &["does not begin with step 1"]),
-        ("{ 1 = 8, x = 4 }", &["no step \"x\""]),
-        ("{ 1 = 8, 5 = 0 }", &["step 5 is not above zero"]),
+        ("{ 1 = 8, x = 4 }", &["not a step", "\"x\""]),
+        ("{ 1 = 8, 01 = 4 }", &["not a step", "\"01\""]),
+        ("{ 1 = 8, 1_0 = 4 }", &["not a step", "\"1_0\""]),
+        ("{ 1 = 8, 5 = 0 }", &["step 5 is not a whole number above zero", "found:  0"]),
     ];
     for (text, words) in cases {
         let told = Curriculum::parse(&batch(text), "c.toml").expect_err(text).to_string();

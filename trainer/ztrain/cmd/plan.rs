@@ -117,7 +117,21 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
         *parameters as f64 / 1e6,
         fleet.grad_reduce.name(),
     )];
-    needs.phases.iter().for_each(|phase| lines.extend(phase_lines(phase, needs)));
+    // A batch that changes often has a segment for each size: the first and the last stand for all.
+    for segments in needs.phases.chunk_by(|one, next| one.name == next.name) {
+        lines.extend(phase_lines(&segments[0], needs));
+        if let [_, between @ .., last] = segments {
+            if !between.is_empty() {
+                let all: u64 = between.iter().map(|segment| segment.steps).sum();
+                lines.push(format!(
+                    "phase {} | {all} steps of {} other segments",
+                    terminal::name(&last.name),
+                    between.len()
+                ));
+            }
+            lines.extend(phase_lines(last, needs));
+        }
+    }
     lines.push(format!(
         "checkpoint: {} of tensors and a manifest of {} in {} files, whose headers add some kilobytes; at most {} in {} \
          files from one rank",

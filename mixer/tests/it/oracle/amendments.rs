@@ -3,10 +3,8 @@
 use super::*;
 
 /// An amendment of the mix, which may be a ramp: a step of the run, and weights.
-fn amendment_text(
-    step: u64,
-    (weights, ramp): &(Vec<u32>, Option<(Vec<u32>, &'static str)>),
-) -> String {
+fn amendment_text(step: u64, mix: &(Vec<u32>, Option<(Vec<u32>, &'static str)>)) -> String {
+    let (weights, ramp) = mix;
     format!("[[amendment]]\nstep = {step}\nmix = {}\n", mix_text(weights, ramp.as_ref()))
 }
 

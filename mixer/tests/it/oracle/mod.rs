@@ -389,7 +389,10 @@ proptest! {
             prop_assert_eq!(edit.digest_through(first_of_last) == whole.digest_through(first_of_last), same);
         }
         // Equal digests mean equal samples up to that step.
-        let end = if step == 0 || stretched { 0 } else { whole.step(step).unwrap().first_sample + whole.step(step).unwrap().batch };
+        let end = match step == 0 || stretched {
+            true => 0,
+            false => whole.step(step).unwrap().first_sample + whole.step(step).unwrap().batch,
+        };
         let long = plan(&longer, &sources);
         for sample in 0..end {
             prop_assert_eq!(whole.sample(sample).unwrap(), long.sample(sample).unwrap());
