@@ -78,7 +78,10 @@ impl Peers {
             false => KeyValueStore::connect(host, *port, name, key, timeout),
         };
         let store = store.map_err(|error| match error {
-            Error::Stranger { what } => Error::Stranger { what: format!("rank {rank} met an unauthenticated connection: {what}") },
+            Error::Stranger { what } => {
+                let what = format!("rank {rank} met an unauthenticated connection: {what}");
+                Error::Stranger { what }
+            }
             error @ Error::Short { .. } => error,
             Error::Foreign { call: TAKEN, reason } => taken(place, &reason),
             error => {
