@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use contract::{Class, Result};
 
 use super::*;
-use crate::testing::{IN_PARTS, Workbench, options, tree};
+use crate::testing::{IN_PARTS, Workbench, json_lines, options, tree};
 
 /// A store and its parts in one folder are refused before any work, whether the folders exist or not.
 #[test]
@@ -109,5 +109,23 @@ fn nothing_is_kept_of_a_file_that_changes_under_a_first_build() {
         for store in [store, bench.path("fresh")] {
             fs::remove_dir_all(store).unwrap();
         }
+    }
+}
+
+/// Files of equal content make parts of one name, by several workers at the same time.
+#[test]
+fn equal_parts_may_be_made_at_once() {
+    for _ in 0..12 {
+        let bench = Workbench::new(9);
+        let lines = json_lines(0, 9);
+        (0..6).for_each(|file| drop(bench.write(&format!("web-{file}.jsonl"), &lines)));
+        let corpus = Corpus::read(bench.corpus(IN_PARTS)).unwrap();
+        let Outcome::Built { manifest, .. } =
+            build(&corpus, &bench.path("store"), options(4)).unwrap()
+        else {
+            panic!("built before");
+        };
+        assert_eq!(manifest.sources[0].parts.len(), 6);
+        assert!(crate::verify::verify(bench.path("store"), true).unwrap().damages.is_empty());
     }
 }

@@ -1,7 +1,7 @@
 //! One task of a stage: from some files of one source to their part.
 
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Identity, Result};
 use store::{DocumentRecord, Manifest, disk};
@@ -45,7 +45,12 @@ pub struct Runner<'a> {
     empty: Manifest,
     /// Whether there are parts that no task of this plan made: a task may be able to reuse one.
     others: bool,
+    /// Held while a part gets its name: parts of equal content have one name, and may end at the same time.
+    naming: [Mutex<()>; NAMING],
 }
+
+/// Locks for the names of parts: enough for the syncs of other parts to go on.
+const NAMING: usize = 64;
 
 /// Documents that the reference encoded again, and their bytes.
 pub(super) type Audited = (u64, u64);
@@ -58,9 +63,10 @@ impl<'a> Runner<'a> {
     pub fn new(plan: &'a Plan, workers: usize) -> Result<Self> {
         let tools = assembly::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
         let empty = request::empty_manifest(&plan.text.head, plan.tokenizer.token_bytes());
+        let naming = [const { Mutex::new(()) }; NAMING];
         let held = || plan.holds_others();
         let others = meanwhile("build", "looking at the parts that are there", held)?;
-        Ok(Runner { plan, tools, workers: workers.max(1), empty, others })
+        Ok(Runner { plan, tools, workers: workers.max(1), empty, others, naming })
     }
 
     /// What users should know about the steps.
@@ -248,7 +254,11 @@ impl<'a> Runner<'a> {
         let (written, told) = written.inspect_err(|_| drop(disk::remove(&scratch)))?;
         let contents = found.contents;
         let part = key(&contents);
-        let digest = commit(written, part, &scratch)?;
+        let digest = {
+            let naming = &self.naming[usize::from(part.0[0]) % NAMING];
+            let _one_at_a_time = naming.lock().unwrap_or_else(PoisonError::into_inner);
+            commit(written, part, &scratch)?
+        };
         let inputs = result::stamped(&contents, stamps);
         TaskResult { of: name, inputs, part, digest, reused: false }.commit(plan, stage, task)?;
         Ok((if before.is_some() { Ran::Again(digest) } else { Ran::New(digest) }, told))
