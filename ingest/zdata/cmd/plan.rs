@@ -442,11 +442,7 @@ fn weights(
     entry: usize,
     name: &str,
 ) -> [WeightRow; 2] {
-    let sides: [(&[u64], &str); 2] = match phase.mixing.weights() {
-        MixWeights::Constant(weights) => [(weights, ""), (weights, "")],
-        MixWeights::Ramp { from, to, knots: _ } => [(from, ".from"), (to, ".to")],
-    };
-    let row = |weights: &[u64], side: &str, (segment, sample): (&PhasePlan, u64)| {
+    let row = |weights: &[u64], side: &str, segment: &PhasePlan, sample: u64| {
         let typed = curriculum.typed(&format!("{}{side}.{name}", phase.mix_key));
         WeightRow {
             weight: weights[entry],
@@ -454,8 +450,13 @@ fn weights(
             share: segment.mixing.share(entry, sample),
         }
     };
-    let [start, end] = sides;
-    [row(start.0, start.1, (phase, 0)), row(end.0, end.1, (last, last.samples()))]
+    let end = last.samples();
+    match phase.mixing.weights() {
+        MixWeights::Constant(weights) => [row(weights, "", phase, 0), row(weights, "", last, end)],
+        MixWeights::Ramp { from, to, knots: _ } => {
+            [row(from, ".from", phase, 0), row(to, ".to", last, end)]
+        }
+    }
 }
 
 /// A value as typed, without the quotes of a string.
