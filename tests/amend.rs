@@ -194,7 +194,7 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     // The original curriculum lacks the amendment: it is not dropped silently.
     let (amended, ledger) = (fs::read(&own).unwrap(), out.join("ledger.jsonl"));
     let before = fs::read(&ledger).unwrap();
-    train(&[]).fails(2, &["run.toml", "amends step 6", "go on with `ztrain --curriculum"]);
+    train(&[]).fails(2, &["run.toml", "amends step 6", "continue with `ztrain --curriculum"]);
     assert!(fs::read(&own).unwrap() == amended && fs::read(&ledger).unwrap() == before);
     fs::write(&own, begun).unwrap();
     // An active run has read its curriculum and would miss the amendment.

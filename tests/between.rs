@@ -117,7 +117,7 @@ fn a_step_whose_transfers_failed_is_not_written_down() {
         on.fixture.assert_same("alone", &out);
     }
     let start = Instant::now();
-    let said = faulty(&on, "kill:1:9", "300").fails(6, &["a rank is gone: rank 1"]);
+    let said = faulty(&on, "kill:1:9", "300").fails(6, &["a rank has ended: rank 1"]);
     assert!(said.contains("last seen at step"), "{said}");
     assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
     let said = faulty(&on, "stop:1:9", "3").fails(6, &["did not come within 3 s: rank 1"]);

@@ -51,6 +51,15 @@ class Browser:
     """One tab of a headless browser; messages are JSON, each ended by a zero byte, on the descriptors 3 and 4."""
 
     def __init__(self, program):
+        # A browser may crash as it starts (an own process, an own home each time): that says nothing of a page.
+        for attempt in range(3):
+            try:
+                return self.start(program)
+            except (EOFError, OSError, TimeoutError) as error:
+                failed = f"{error}; exit code {self.close()}; its errors end with:\n{self.errors[-4000:]}"
+        raise EOFError(failed)
+
+    def start(self, program):
         self.home = tempfile.mkdtemp(prefix="ztrain-browser-")
         read, self.write = os.pipe()
         self.read, write = os.pipe()
@@ -65,13 +74,14 @@ class Browser:
         flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", f"--user-data-dir={self.home}"]
         flags += ["--no-sandbox"] if os.geteuid() == 0 else []
         quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen([program, *flags, "about:blank"], preexec_fn=descriptors, close_fds=False, stdin=quiet, stdout=quiet, stderr=quiet)
+        with open(os.path.join(self.home, "errors"), "wb") as errors:
+            self.process = subprocess.Popen([program, *flags], preexec_fn=descriptors, close_fds=False, stdin=quiet, stdout=quiet, stderr=errors)
         os.close(read)
         os.close(write)
         self.rest, self.number, self.events = b"", 0, []
         self.session = None
-        target = next(one for one in self.send("Target.getTargets")["targetInfos"] if one["type"] == "page")
-        self.session = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ["Page", "Runtime", "Log", "Network"]:
             self.send(f"{domain}.enable")
 
@@ -173,12 +183,18 @@ class Browser:
         return said, asked
 
     def close(self):
+        """Ends the browser; its exit code. `errors` is what it wrote to its standard error."""
+        for end in [self.read, self.write]:
+            os.close(end)
         self.process.terminate()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
+        self.errors = pathlib.Path(self.home, "errors").read_text(errors="replace")
         shutil.rmtree(self.home, ignore_errors=True)
+        return self.process.returncode
 
 
 # How many colours a plot's canvas has, of a grid of its pixels.

@@ -178,7 +178,7 @@ fn nothing_of_others_is_written_over() {
     let ledger = scratch.path("killed/ledger.jsonl");
     fs::remove_file(&ledger).unwrap();
     begin("killed", &path)
-        .fails(3, &["ledger is gone", "killed/ledger.jsonl", "step-3", "--restart"]);
+        .fails(3, &["ledger is missing", "killed/ledger.jsonl", "step-3", "--restart"]);
     assert!(!ledger.exists());
     fs::write(&ledger, "").unwrap();
     for args in [
@@ -220,6 +220,14 @@ fn answers_are_json_where_a_program_asks() {
     assert!(ledger.contains(ended["state"].as_str().unwrap()), "{ended}");
     let exported = &json(&["export", "--run", arg(&run), "--out", arg(&hf)])[0];
     let imported = &json(&["import", arg(&hf), "--out", arg(&start)])[0];
+    let mean = scratch.path("mean");
+    let average = |count| ["export", arg(&run), "--average", count, "--out", arg(&mean)];
+    ztrain(&average("90")).fails(2, &["--average", "up to step 15", "wanted: 90"]);
+    let averaged = &json(&average("2"))[0];
+    assert_eq!(
+        (&averaged["step"], &averaged["averaged"]),
+        (&15.into(), &serde_json::json!([12, 15]))
+    );
     assert_eq!((&exported["step"], &exported["tensors"]), (&15.into(), &imported["tensors"]));
 
     let replayed = json(&["replay", "--run", arg(&run), "--steps", "1..15", "--every", "4"]);

@@ -97,7 +97,6 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
         let said = train(&run, &wrong).fails(2, &wrong[..2]);
         assert_eq!(said.matches("error:").count(), 1, "{said}");
     }
-    train(&run, &["--lanes", "2"]).fails(2, &["--lanes", "this flag is called --workers now"]);
     assert!(!run.exists(), "nothing was begun");
     train(&file, &[]).fails(2, &["file", "name another path"]);
     ztrain(&["--curriculum", arg(&store)]).fails(2, &["store", "a curriculum is a file"]);

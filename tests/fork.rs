@@ -209,7 +209,7 @@ fn refusals(run: &Path, new: &Path, other: &Path) {
     let fork = |more: &[&str]| ztrain(&[&["fork", arg(run)], more].concat());
     fork(&["--step", "3", "--out", arg(new)]).fails(2, &["--out", "already"]);
     fork(&["--step", "3", "--out", arg(&run.join("checkpoints/inside"))])
-        .fails(2, &["--out", "beside its run"]);
+        .fails(2, &["--out", "outside its run"]);
     let whole = other.with_extension("whole");
     let mut command = ztrain_command(&["fork", arg(run), "--step", "3", "--out", arg(&whole)]);
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Large counts, for whoever asks: too slow for every change.    sh tests/full.sh [SECTION ...]    without one: all of them
+# Large counts, run on request: too slow for every change.    sh tests/full.sh [SECTION ...]    without one: all of them
 set -eu
 cd "$(dirname "$0")/.."
 

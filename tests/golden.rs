@@ -5,13 +5,10 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
 
-use arrow::array::{ArrayRef, RecordBatch, StringArray};
-use parquet::arrow::ArrowWriter;
-use parquet::file::properties::WriterProperties;
-
-use crate::support::{Scratch, arg, build, corpus, curriculum, document, json_lines, zdata};
+use crate::support::{
+    Scratch, arg, build, corpus, curriculum, document, json_lines, parquet_in_groups, zdata,
+};
 
 /// Compares `found` with the golden file, or writes the file if `UPDATE_GOLDEN` is set.
 #[track_caller]
@@ -45,7 +42,7 @@ fn tokenizer_store_and_steps_keep_their_digests() {
 }
 
 /// The tokens of batches, packed and with banned documents, over files of several kinds, some in row groups, with
-/// dropped records. The format of a store may change; what a step trains on may not.
+/// dropped records. The format of a store may change, and where files are cut; what a step trains on may not.
 #[test]
 fn batches_outlive_the_format_of_the_store() {
     let scratch = Scratch::new();
@@ -55,16 +52,15 @@ fn batches_outlive_the_format_of_the_store() {
     // Text of another file among them: later duplicates go.
     let texts: Vec<String> =
         (0..130).map(|i| document(if i % 5 == 0 { 1 } else { 4 }, i)).collect();
-    let column: ArrayRef = Arc::new(StringArray::from(texts));
-    let batch = RecordBatch::try_from_iter([("text", column)]).unwrap();
-    let rows = WriterProperties::builder().set_max_row_group_row_count(Some(33)).build();
-    let mut parquet = ArrowWriter::try_new(Vec::new(), batch.schema(), Some(rows)).unwrap();
-    parquet.write(&batch).unwrap();
-    scratch.write("raw/table.parquet", parquet.into_inner().unwrap());
+    scratch.write("raw/table.parquet", parquet_in_groups(&[("text", texts)], 33));
     let more = "\n[[source]]\nname = \"table\"\nfiles = [\"raw/table.parquet\"]\n\n\
                 [[prepare]]\nstep = \"exact-duplicates\"\n";
     fs::write(&path, fs::read_to_string(&path).unwrap() + more).unwrap();
     let store = build(&scratch, &path, "store");
+    let text = fs::read_to_string(&path).unwrap();
+    let cut = scratch.write("cut.toml", format!("part_bytes = 1\n{text}"));
+    let cut = build(&scratch, &cut, "cut");
+    assert!(cut.join("table/00003").is_dir() && !store.join("table/00001").exists());
     let sources = "[source.web]\npacking = \"best-fit\"\nlengths = { 64 = 2, 128 = 1 }\n\n\
                    [source.table]\nmax_epochs = 9\n\n[source.math]";
     let changes = [
@@ -72,10 +68,12 @@ fn batches_outlive_the_format_of_the_store() {
         ("mix = { web = 0.7, math = \"3/10\" }", "mix = { web = 2, math = 1, table = 1 }"),
         ("mix = { web = 1, math = 3 }", "mix = { web = 1, math = 1, table = 2 }"),
     ];
-    let run = curriculum(&scratch, &store, "run.toml", &changes);
     let ban = "\n[[amendment]]\nstep = 4\nban = { web = [0, 17, 300], table = [0, 9, 77] }\n";
-    fs::write(&run, fs::read_to_string(&run).unwrap() + ban).unwrap();
-    golden("batches.txt", &zdata(&["digest", arg(&run), "--steps", "1..21"]).ok());
+    for store in [store, cut] {
+        let run = curriculum(&scratch, &store, "run.toml", &changes);
+        fs::write(&run, fs::read_to_string(&run).unwrap() + ban).unwrap();
+        golden("batches.txt", &zdata(&["digest", arg(&run), "--steps", "1..21"]).ok());
+    }
 }
 
 #[test]

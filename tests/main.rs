@@ -12,6 +12,8 @@ mod amd;
 mod amend;
 #[cfg(feature = "train")]
 mod between;
+mod bucket;
+mod buckets;
 #[cfg(feature = "train")]
 mod checkpoints;
 mod cli;
@@ -22,6 +24,7 @@ mod device;
 #[cfg(feature = "train")]
 mod device_check;
 mod docs;
+mod evaluate;
 mod faults;
 #[cfg(feature = "train")]
 mod faulty;
@@ -42,6 +45,7 @@ mod memory;
 mod metrics;
 #[cfg(feature = "train")]
 mod network;
+mod objective;
 #[cfg(feature = "train")]
 mod own;
 mod package;
@@ -56,9 +60,11 @@ mod prepare;
 #[cfg(feature = "train")]
 mod pretended;
 mod python;
-#[cfg(feature = "train")]
 mod ramps;
+#[cfg(feature = "train")]
 mod ranks;
+#[cfg(feature = "train")]
+mod reacting;
 #[cfg(feature = "train")]
 mod recipes;
 mod remote;
@@ -81,3 +87,4 @@ mod tasks;
 mod tidy;
 #[cfg(feature = "train")]
 mod transport;
+mod web;

@@ -8,8 +8,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::bucket::Bucket;
 use crate::python::{provision, provision_and, skipped};
-use crate::remote::Bucket;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata};
 use crate::tidy::root;
 

@@ -140,43 +140,53 @@ fn what_cannot_be_packed_is_refused_before_anything_starts() {
     assert!(!kept.is_symlink() && fs::read(&other).unwrap().starts_with(b"of nobody"));
 }
 
+/// The folder of a run of ten steps, and `explain` of its eighth. A run that stopped continues on two ranks with the
+/// same ledger, also without the files that were `made` of the store.
 #[cfg(feature = "train")]
-#[test]
-fn a_run_over_packs_is_resumed_replayed_and_explained() {
+pub(crate) fn resumed_and_explained(scratch: &Scratch, run: &Path, made: &str) -> (PathBuf, Value) {
     use crate::support::ztrain;
 
-    let scratch = Scratch::new();
-    let store = build(&scratch, &corpus(&scratch, 400, ""), "store");
-    let run = packed(&scratch, &store, "run.toml");
-    let ledger = |folder: &Path| fs::read_to_string(folder.join("ledger.jsonl")).unwrap();
     let train = |out: &Path, more: &[&str]| {
         let args =
-            ["--curriculum", arg(&run), "--out", arg(out), "--checkpoint-every", "5", "--quiet"];
+            ["--curriculum", arg(run), "--out", arg(out), "--checkpoint-every", "3", "--quiet"];
         ztrain(&[&args, more].concat()).ok()
     };
     let (whole, stopped) = (scratch.path("whole"), scratch.path("stopped"));
     train(&whole, &[]);
-    train(&stopped, &["--stop-after", "13"]);
-    // The packs are recomputed from the store: a run does not depend on the file.
-    fs::remove_dir_all(scratch.path("store.packs")).unwrap();
+    train(&stopped, &["--stop-after", "7"]);
+    fs::remove_dir_all(scratch.path(made)).unwrap();
     train(&stopped, &["--nproc", "2"]);
     let steps = |folder: &Path| {
-        ledger(folder)
+        fs::read_to_string(folder.join("ledger.jsonl"))
+            .unwrap()
             .lines()
             .filter(|line| line.contains("\"kind\":\"step\""))
             .map(str::to_owned)
             .collect::<Vec<_>>()
     };
-    assert_eq!(steps(&whole).len(), 20);
+    assert_eq!(steps(&whole).len(), 10);
     assert_eq!(steps(&whole), steps(&stopped));
-    let said = ztrain(&["replay", "--run", arg(&whole), "--step", "14"]).ok();
-    assert!(said.contains("step 14: same bits"), "{said}");
-    let found: Value = serde_json::from_str(
-        &ztrain(&["explain", "--run", arg(&whole), "--step", "14", "--top", "2", "--json"]).ok(),
-    )
-    .unwrap();
-    assert!(!found["documents"].as_array().unwrap().is_empty());
+    let said = ztrain(&["replay", "--run", arg(&whole), "--step", "8"]).ok();
+    assert!(said.contains("step 8: same bits"), "{said}");
     zdata(&["verify-run", arg(&whole)]).ok();
+    let explained =
+        ztrain(&["explain", "--run", arg(&whole), "--step", "8", "--top", "2", "--json"]).ok();
+    let explained: Value = serde_json::from_str(&explained).unwrap();
+    assert!(!explained["documents"].as_array().unwrap().is_empty());
+    (whole, explained)
+}
+
+#[cfg(feature = "train")]
+#[test]
+fn a_run_over_packs_is_resumed_replayed_and_explained() {
+    use crate::support::{SHORT, ztrain};
+
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 400, ""), "store");
+    let table = format!("[source.web]\n{PACKING}\n[source.math]");
+    let change = [("[source.math]", table.as_str()), SHORT[0], SHORT[1]];
+    let run = curriculum(&scratch, &store, "run.toml", &change);
+    let (whole, _) = resumed_and_explained(&scratch, &run, "store.packs");
     // Packing affects bits, so it is fixed once a run has begun.
     let edited =
         scratch.write("edited.toml", fs::read_to_string(&run).unwrap().replace(PACKING, ""));

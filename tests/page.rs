@@ -77,7 +77,7 @@ fn long_run(folder: &Path, steps: u64) {
     let (mut ledger, mut events) = (create("ledger.jsonl"), create("events.jsonl"));
     let identity = "ab".repeat(32);
     let head = json!({
-        "kind": "head", "format": 6, "kernel_table": {"cpu": "made up", "libtorch": "2.11.0"},
+        "kind": "head", "format": 7, "kernel_table": {"cpu": "made up", "libtorch": "2.11.0"},
         "curriculum": CURRICULUM.replace("HALF", &(steps / 2).to_string()), "stores": [identity], "tokenizer": identity,
         "levels": ["D", "L0"], "parameters": ["embed", "layers.0.a", "layers.1.a", "norm"],
     });

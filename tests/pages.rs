@@ -16,12 +16,15 @@ const PAGES: &[(&str, &str)] = &[
     ("README.md", "raw"),
     ("ingest/README.md", "raw"),
     ("ingest/docs/builds.md", "mine"),
+    ("ingest/docs/format.md", "mine"),
     ("ingest/docs/interop.md", "mine"),
     ("mixer/README.md", "mine"),
     ("curricula/README.md", "mine"),
     ("loader/README.md", "mine"),
     ("trainer/docs/quickstart.md", "mine"),
     ("trainer/docs/planning.md", "mine"),
+    ("trainer/docs/formats.md", "mine"),
+    ("trainer/docs/metrics.md", "mine"),
     ("trainer/docs/huggingface.md", "mine"),
 ];
 

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use contract::Digest;
 
-use crate::remote::Bucket;
+use crate::bucket::Bucket;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
 
 /// A corpus, its store and a curriculum, locally and at `s3://bucket/` under the same names.
@@ -323,7 +323,13 @@ fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
         "s3://b/a//c",
         "s3://b/a/../c",
         "s3://my bucket/x",
-        "gs://b/key",
+        "gs://b",
+        "az://c//key",
+        "https://host",
+        "https://host/a?b",
+        "http://elsewhere/key",
+        "hf://datasets/key",
+        "ftp://b/key",
     ] {
         for args in [
             &["inspect", name][..],
@@ -343,7 +349,7 @@ fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
         let bad = scratch.write("bad.toml", text);
         zdata(&["build", arg(&bad), "--out", "x"]).fails(2, &["bad.toml", "wanted:"]);
     }
-    for glob in ["s3://b//raw/*", "s3://b/../raw/*", "gs://b/*", "s3://"] {
+    for glob in ["s3://b//raw/*", "s3://b/../raw/*", "ftp://b/*", "https://b/*", "s3://"] {
         let text = format!("[[source]]\nname = \"a\"\nfiles = [{glob:?}]\n");
         let bad = scratch.write("bad.toml", text);
         zdata(&["build", arg(&bad), "--out", "x"]).fails(2, &["bad.toml:3:10", "wanted:", glob]);
@@ -360,7 +366,7 @@ fn a_wrong_setting_of_the_environment_is_named() {
         ("AWS_ENDPOINT_URL", "", "http://host:port"),
         ("AWS_ENDPOINT_URL", "http://localhost ", "http://host:port"),
         ("AWS_ACCESS_KEY_ID", "a\nb", "line break"),
-        ("ZDATA_S3_TIMEOUT", "0", "1 or more"),
+        ("ZDATA_TIMEOUT", "0", "1 or more"),
         ("ZDATA_CACHE_BYTES", "abc", "abc"),
         ("ZDATA_CACHE", "s3://bucket/c", "a folder of this machine"),
     ] {
@@ -463,7 +469,7 @@ mod training {
                 assert!(told.contains(part), "{args:?}: {told}");
             }
         }
-        for name in ["", "s3://b//key", "gs://b/key"] {
+        for name in ["", "s3://b//key", "ftp://b/key"] {
             for argument in ["--curriculum", "--checkpoints"] {
                 let mut args = ["--curriculum", "x.toml", "--checkpoints", "x"];
                 let at = args.iter().position(|it| *it == argument).unwrap();

@@ -1,224 +1,39 @@
 //! Fear: that a network between us and the data changes a byte, loses a store, or duplicates one.
 //!
-//! Uses a real S3 server process (`s3.py`, in its own Python), through a proxy that refuses, stalls, cuts and drops
-//! answers. If the server is not available, each test says so in the log.
+//! Uses real server processes, through a proxy that refuses, stalls, cuts and drops answers (`bucket.rs`). If a server
+//! is not available, each test says so in the log.
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use contract::{Digest, Key, Purpose, draw};
+use contract::Digest;
 
+use crate::bucket::{Bucket, Cloud, Trouble};
 use crate::faults::limited;
-use crate::python::{provision, skipped, tests_folder};
 use crate::resume::{Fire, kills};
 use crate::support::{
-    Ran, Scratch, arg, build, corpus, curriculum, json_lines, tree, zdata, zdata_command,
+    Ran, Scratch, arg, build, corpus, curriculum, document, json_lines, parquet_in_groups, tree,
+    zdata,
 };
-
-/// How the proxy treats a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Trouble {
-    /// Passes it on.
-    None,
-    /// Answers 503 without asking the server.
-    Refuse,
-    /// Does not answer for longer than any timeout.
-    Stall,
-    /// The server executes it, but the answer is lost.
-    Forget,
-    /// The server executes it, but half of the answer is lost.
-    Cut,
-}
-
-/// How often each was applied.
-#[derive(Default)]
-struct Counts([AtomicU64; 5]);
-
-/// A server with a proxy in front.
-pub(crate) struct Bucket {
-    child: Child,
-    proxy: u16,
-    counts: Arc<Counts>,
-    cache: std::path::PathBuf,
-    /// Seconds that a command waits for an answer: enough for a busy machine, but not for a stalled request.
-    timeout: &'static str,
-}
-
-impl Drop for Bucket {
-    fn drop(&mut self) {
-        // The server exits when its input closes; a failing test must not wait for that.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Bucket {
-    /// Serves the files of `folder`, with trouble in `per_mille` of a thousand requests.
-    pub(crate) fn serve(scratch: &Scratch, folder: &Path, per_mille: u64) -> Option<Bucket> {
-        let python = match provision("s3.txt") {
-            Ok(python) => python,
-            Err(why) => {
-                skipped("object storage", &why);
-                return None;
-            }
-        };
-        let mut command = Command::new(python);
-        command.arg(tests_folder().join("s3.py")).arg(folder).stderr(Stdio::null());
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let server: u16 = line.trim().parse().expect("the server says its port");
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let proxy = listener.local_addr().unwrap().port();
-        let counts = Arc::new(Counts::default());
-        let shared = Arc::clone(&counts);
-        std::thread::spawn(move || {
-            for (number, client) in (0u64..).zip(listener.incoming()) {
-                let (Ok(client), shared) = (client, Arc::clone(&shared)) else { return };
-                std::thread::spawn(move || {
-                    let trouble = trouble(number, per_mille);
-                    shared.0[trouble as usize].fetch_add(1, Ordering::Relaxed);
-                    // Clients may give up: ignore errors.
-                    let _ = relay(client, server, trouble);
-                });
-            }
-        });
-        let timeout = if per_mille == 0 { "60" } else { "4" };
-        Some(Bucket { child, proxy, counts, cache: scratch.path("cache"), timeout })
-    }
-
-    pub(crate) fn command(&self, args: &[&str]) -> Command {
-        self.reached_by(zdata_command(args))
-    }
-
-    /// A command with the server's address in its environment.
-    pub(crate) fn reached_by(&self, mut command: Command) -> Command {
-        command
-            .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{}", self.proxy))
-            .env("AWS_ACCESS_KEY_ID", "test")
-            .env("AWS_SECRET_ACCESS_KEY", "test")
-            .env("AWS_REGION", "us-east-1")
-            .env("ZDATA_CACHE", &self.cache)
-            .env("ZDATA_S3_TIMEOUT", self.timeout);
-        command
-    }
-
-    pub(crate) fn zdata(&self, args: &[&str]) -> Ran {
-        self.command(args).output().unwrap().into()
-    }
-
-    /// The objects below `place`, by relative name, as the server itself lists them.
-    fn objects(&self, place: &str) -> BTreeMap<String, Vec<u8>> {
-        // Requests of a killed process may complete after its end: an object listed may then be removed, so try again.
-        (0..100).find_map(|_| self.listed(place)).unwrap()
-    }
-
-    /// The same; `None` if an object is removed meanwhile.
-    fn listed(&self, place: &str) -> Option<BTreeMap<String, Vec<u8>>> {
-        let list = self.get(&format!("/bucket?list-type=2&prefix={place}/"))?;
-        let list = String::from_utf8(list).unwrap();
-        assert!(list.contains("<IsTruncated>false</IsTruncated>"), "{list}");
-        let keys = list.split("<Key>").skip(1).map(|rest| rest.split("</Key>").next().unwrap());
-        let read = |key: &str| {
-            let name = key.strip_prefix(place).unwrap().trim_start_matches('/').to_owned();
-            Some((name, self.get(&format!("/bucket/{key}"))?))
-        };
-        keys.map(read).collect()
-    }
-
-    /// The body of the answer to a request, which the server accepts without checking the signature; `None` if nothing
-    /// exists.
-    fn get(&self, path: &str) -> Option<Vec<u8>> {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.proxy)).unwrap();
-        let name = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0";
-        let head =
-            format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: {name}\r\n\r\n");
-        stream.write_all(head.as_bytes()).unwrap();
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).unwrap();
-        if answer.starts_with(b"HTTP/1.1 404 ") {
-            return None;
-        }
-        assert!(answer.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&answer));
-        let end = answer.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
-        Some(answer.split_off(end + 4))
-    }
-
-    fn seen(&self, trouble: Trouble) -> u64 {
-        self.counts.0[trouble as usize].load(Ordering::Relaxed)
-    }
-}
-
-fn trouble(number: u64, per_mille: u64) -> Trouble {
-    use Trouble::{Cut, Forget, None, Refuse, Stall};
-    let kinds = [Refuse, Forget, Cut, Stall, Refuse, Forget, Cut, Refuse];
-    let lot = draw(Key::from_seed(9), Purpose::Generate, number);
-    if lot % 1000 < per_mille { kinds[(lot / 1000 % 8) as usize] } else { None }
-}
-
-/// Passes one request on and its answer back; every connection has one request.
-fn relay(mut client: TcpStream, server: u16, trouble: Trouble) -> std::io::Result<()> {
-    let mut reader = BufReader::new(client.try_clone()?);
-    let (mut head, mut length, mut line) = (String::new(), 0, String::new());
-    loop {
-        line.clear();
-        if reader.read_line(&mut line)? == 0 {
-            return Ok(());
-        }
-        let lower = line.to_lowercase();
-        if let Some(value) = lower.strip_prefix("content-length:") {
-            length = value.trim().parse().unwrap_or(0);
-        }
-        if line == "\r\n" {
-            break;
-        }
-        if !lower.starts_with("connection:") {
-            head += &line;
-        }
-    }
-    let mut body = vec![0; length];
-    reader.read_exact(&mut body)?;
-    match trouble {
-        Trouble::Refuse => {
-            let answer = "HTTP/1.1 503 Slow Down\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
-            return client.write_all(answer.as_bytes());
-        }
-        Trouble::Stall => {
-            std::thread::sleep(Duration::from_millis(4500));
-            return Ok(());
-        }
-        _ => {}
-    }
-    // S3 checks the condition of a completion and completes atomically; this server does other things in between. So it
-    // gets one completion at a time.
-    static COMPLETION: Mutex<()> = Mutex::new(());
-    let completes = head.starts_with("POST ") && head.contains("uploadId=");
-    let _one = completes.then(|| COMPLETION.lock().unwrap_or_else(PoisonError::into_inner));
-    let mut upstream = TcpStream::connect(("127.0.0.1", server))?;
-    upstream.write_all(format!("{head}connection: close\r\n\r\n").as_bytes())?;
-    upstream.write_all(&body)?;
-    let mut answer = Vec::new();
-    upstream.read_to_end(&mut answer)?;
-    match trouble {
-        Trouble::Forget => Ok(()),
-        Trouble::Cut => client.write_all(&answer[..answer.len() / 2]),
-        _ => client.write_all(&answer),
-    }
-}
 
 const URL: &str = "s3://bucket/stores/small";
 
 /// The same corpus on disk and in the bucket.
 fn twins(scratch: &Scratch, documents: u64) -> (std::path::PathBuf, std::path::PathBuf) {
+    twins_in(Cloud::S3, scratch, documents)
+}
+
+/// The same in any cloud.
+fn twins_in(
+    cloud: Cloud,
+    scratch: &Scratch,
+    documents: u64,
+) -> (std::path::PathBuf, std::path::PathBuf) {
     let near = corpus(scratch, documents, "part_bytes = 1");
-    let text = fs::read_to_string(&near).unwrap().replace("\"raw/", "\"s3://bucket/raw/");
+    let raw = format!("\"{}", cloud.url("raw/"));
+    let text = fs::read_to_string(&near).unwrap().replace("\"raw/", &raw);
     let far = scratch.write("far.toml", text);
     // The bucket serves this folder.
     fs::create_dir_all(scratch.path("served")).unwrap();
@@ -229,21 +44,31 @@ fn twins(scratch: &Scratch, documents: u64) -> (std::path::PathBuf, std::path::P
 
 #[test]
 fn a_store_in_a_bucket_is_the_store_on_the_disk() {
+    // Each waits for stalled requests most of its time.
+    std::thread::scope(|scope| {
+        for cloud in Cloud::ALL {
+            scope.spawn(move || a_store_in(cloud));
+        }
+    });
+}
+
+fn a_store_in(cloud: Cloud) {
     let scratch = Scratch::new();
-    let (near, far) = twins(&scratch, 240);
-    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 120) else { return };
+    let (near, far) = twins_in(cloud, &scratch, 240);
+    let Some(bucket) = Bucket::of(cloud, &scratch, &scratch.path("served"), 120) else { return };
+    let url = &bucket.url("stores/small");
     let store = build(&scratch, &near, "store");
     let digest = |told: String| told.split_whitespace().next().unwrap().to_owned();
     let wanted = digest(zdata(&["build", arg(&near), "--out", arg(&store)]).ok());
-    bucket.zdata(&["inspect", URL]).fails(3, &["store does not exist"]);
-    let found = bucket.zdata(&["build", arg(&far), "--out", URL]).ok();
+    bucket.zdata(&["inspect", url]).fails(3, &["store does not exist"]);
+    let found = bucket.zdata(&["build", arg(&far), "--out", url]).ok();
     assert_eq!(digest(found), wanted);
-    let again = bucket.zdata(&["build", arg(&far), "--out", URL]);
+    let again = bucket.zdata(&["build", arg(&far), "--out", url]);
     assert!(again.err.contains("up to date"), "{again:?}");
-    assert!(bucket.zdata(&["inspect", URL]).ok().contains(&wanted));
-    assert_eq!(digest(bucket.zdata(&["verify", URL]).ok()), wanted);
+    assert!(bucket.zdata(&["inspect", url]).ok().contains(&wanted));
+    assert_eq!(digest(bucket.zdata(&["verify", url]).ok()), wanted);
     let here = curriculum(&scratch, &store, "here.toml", &[]);
-    let there = curriculum(&scratch, Path::new(URL), "there.toml", &[]);
+    let there = curriculum(&scratch, Path::new(url), "there.toml", &[]);
     let steps = |path: &Path| bucket.zdata(&["digest", arg(path), "--steps", "1..21"]).ok();
     assert_eq!(steps(&here), steps(&there));
     // Packed documents: packs are next to a local store, or in the cache for a store in a bucket. The text is the same.
@@ -251,18 +76,18 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
         "[source.web]\npacking = \"best-fit\"\nlengths = { 64 = 2, 128 = 1 }\n[source.math]";
     let packed = |name, store| curriculum(&scratch, store, name, &[("[source.math]", packing)]);
     let (here, packed) =
-        (packed("packed.toml", &store), packed("packed-there.toml", Path::new(URL)));
+        (packed("packed.toml", &store), packed("packed-there.toml", Path::new(url)));
     assert_eq!(steps(&here), steps(&packed));
     assert!(scratch.path("store.packs").is_dir());
     let batch = bucket.zdata(&["batch", arg(&there), "--step", "2"]).ok();
-    assert!(batch.contains("s3://bucket/raw/web-"), "{batch}");
+    assert!(batch.contains(&bucket.url("raw/web-")), "{batch}");
     // Commands that read inputs again, and builds that reuse parts of earlier ones.
     let trained = scratch.path("trained.json");
     let train = ["--vocab", "400", "--out", arg(&trained)];
     bucket.zdata(&[&["tokenizer", "train", arg(&far)][..], &train].concat()).ok();
     assert!(fs::read(&trained).unwrap() == fs::read(scratch.path("tokenizer.json")).unwrap());
-    let sample = bucket.zdata(&["inspect", URL, "--sample", "3", "--corpus", arg(&far)]).ok();
-    assert!(sample.contains("s3://bucket/raw/"), "{sample}");
+    let sample = bucket.zdata(&["inspect", url, "--sample", "3", "--corpus", arg(&far)]).ok();
+    assert!(sample.contains(&bucket.url("raw/")), "{sample}");
     let work = scratch.path("work");
     for (name, tally) in [("made", "encode: made 3 of 3 parts"), ("reused", "reused 3 parts")] {
         let out = scratch.path(name);
@@ -281,7 +106,9 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     let scratch = Scratch::new();
     let (_, far) = twins(&scratch, 60);
     // Objects that exist before the bucket is used.
-    for (place, name) in [("begun", "x-00009.arrow"), ("left", "tokens-train-00000.arrow.0f.part")]
+    let taken = ("taken", "tokens-train-00000.arrow");
+    for (place, name) in
+        [("begun", "x-00009.arrow"), ("left", "tokens-train-00000.arrow.0f.part"), taken]
     {
         let folder = scratch.path("served/stores").join(place).join("web/00000");
         fs::create_dir_all(&folder).unwrap();
@@ -312,6 +139,11 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     let place = "s3://bucket/stores/damaged";
     bucket.zdata(&["publish", arg(&damaged), place]).fails(3, &["damaged", arg(&sums)]);
     bucket.zdata(&["publish", arg(&local), place]).ok();
+    // So does an object of a part that another one put; it stays.
+    let taken = "web/00000/tokens-train-00000.arrow";
+    let told = bucket.zdata(&["build", arg(&far), "--out", "s3://bucket/stores/taken"]);
+    told.fails(4, &["something else is there", taken]);
+    assert_eq!(bucket.objects("stores/taken")[taken], b"another's");
     // An object whose name is not in this store's manifest blocks it; the leftovers of an upload do not.
     let place = "s3://bucket/stores/begun";
     bucket.zdata(&["publish", arg(&local), place]).fails(2, &["something else", "x-00009"]);
@@ -400,6 +232,52 @@ fn a_killed_build_into_a_bucket_goes_on_and_is_no_store_before() {
     }
 }
 
+/// Parts are objects under their final names as soon as they are made. What a build put there that ended early and is
+/// resumed with other inputs is removed, and nothing else; the manifest comes last.
+#[test]
+fn parts_are_in_the_bucket_before_the_store_is_and_stale_ones_go() {
+    let scratch = Scratch::new();
+    let (near, far) = twins(&scratch, 40);
+    let table = |seed: u64, rows: u64| {
+        let texts: Vec<String> = (0..rows).map(|i| document(seed, i)).collect();
+        let bytes = parquet_in_groups(&[("text", texts)], 20);
+        scratch.write("served/raw/table.parquet", bytes);
+    };
+    let source = |corpus: &Path, name: &str, file: &str| {
+        let more = format!("[[source]]\nname = \"{name}\"\nfiles = [\"{file}\"]\n");
+        fs::write(corpus, fs::read_to_string(corpus).unwrap() + &more).unwrap();
+    };
+    table(5, 60);
+    source(&near, "table", "raw/table.parquet");
+    source(&far, "table", "s3://bucket/raw/table.parquet");
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    // A table is cut where it is.
+    let cut = build_far_inputs(&bucket, &far, &scratch.path("cut"));
+    assert!(cut.join("table/00002").is_dir());
+    let digest = |store: &Path| zdata(&["verify", arg(store)]).ok()[..64].to_owned();
+    assert_eq!(digest(&cut), digest(&build(&scratch, &near, "before")));
+    // A build that stops at its last file.
+    scratch.write("raw/z.jsonl", "nonsense\n");
+    source(&near, "last", "raw/z.jsonl");
+    let place = URL.strip_prefix("s3://bucket/").unwrap();
+    let build_there = || bucket.zdata(&["build", arg(&near), "--out", URL, "--workers", "1"]);
+    build_there().fails(3, &["z.jsonl:1"]);
+    let parts = bucket.objects(place);
+    for part in ["web/00001", "math/00000", "table/00000", "table/00002"] {
+        let name = format!("{part}/tokens-train-00000.arrow");
+        assert!(parts.contains_key(&name), "{name} of {:?}", parts.keys());
+    }
+    assert!(!parts.contains_key("manifest.json"));
+    // Other text in parts that are there, and a part that is no more.
+    scratch.write("raw/web-0.jsonl", json_lines(8, 30));
+    table(6, 30);
+    scratch.write("raw/z.jsonl", json_lines(9, 30));
+    build_there().ok();
+    assert!(fs::read_dir(bucket.cache.join("builds")).unwrap().next().is_none());
+    let whole = build(&scratch, &near, "whole");
+    assert!(bucket.objects(place) == tree(&whole), "{:?}", bucket.objects(place).keys());
+}
+
 /// Small stores of many files, and stores with a multipart upload: a kill leaves such parts as objects next to the
 /// store.
 #[test]
@@ -407,14 +285,21 @@ fn a_killed_publication_goes_on_and_is_no_store_before() {
     let scratch = Scratch::new();
     let (near, _) = twins(&scratch, 200);
     let small = build(&scratch, &near, "small");
-    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
     let beside = Scratch::new();
     let [large, _] = large_twins(&beside);
-    for (store, kind, rounds) in
-        [(&small, "small", kills()), (&large, "large", kills().div_ceil(4))]
-    {
-        let publish =
-            |place: &str| bucket.command(&["publish", arg(store), &format!("s3://bucket/{place}")]);
+    let few = kills().div_ceil(4);
+    for cloud in Cloud::ALL {
+        let served = Scratch::new();
+        let bucket = Bucket::of(cloud, &served, &served.path(""), 0);
+        let rounds = if cloud == Cloud::S3 { kills() } else { few };
+        let stores = [(&*small, "small", rounds), (&*large, "large", few)];
+        bucket.iter().for_each(|bucket| killed_publications(bucket, stores));
+    }
+}
+
+fn killed_publications(bucket: &Bucket, stores: [(&Path, &str, u64); 2]) {
+    for (store, kind, rounds) in stores {
+        let publish = |place: &str| bucket.command(&["publish", arg(store), &bucket.url(place)]);
         let (whole, start) = (tree(store), Instant::now());
         Ran::from(publish(&format!("{kind}/whole")).output().unwrap()).ok();
         let mut fire = Fire::new(start.elapsed(), 0).named(kind);
@@ -466,12 +351,18 @@ fn large_twins(scratch: &Scratch) -> [std::path::PathBuf; 2] {
 #[test]
 fn of_two_publishers_at_once_one_wins_or_both_if_they_agree() {
     let scratch = Scratch::new();
-    fs::create_dir_all(scratch.path("served")).unwrap();
-    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
     let [a, b] = large_twins(&scratch);
-    for (round, other) in [&a, &b, &b].into_iter().enumerate() {
-        let url = format!("s3://bucket/stores/{round}");
-        let both = [&a, other].map(|store| {
+    for cloud in Cloud::ALL {
+        let served = Scratch::new();
+        let bucket = Bucket::of(cloud, &served, &served.path(""), 0);
+        bucket.iter().for_each(|bucket| two_publishers(bucket, &a, &b));
+    }
+}
+
+fn two_publishers(bucket: &Bucket, a: &Path, b: &Path) {
+    for (round, other) in [a, b, b].into_iter().enumerate() {
+        let url = bucket.url(&format!("stores/{round}"));
+        let both = [a, other].map(|store| {
             let mut command = bucket.command(&["publish", arg(store), &url]);
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
             command.spawn().unwrap()
@@ -479,11 +370,11 @@ fn of_two_publishers_at_once_one_wins_or_both_if_they_agree() {
         let [first, second] = both.map(|child| Ran::from(child.wait_with_output().unwrap()));
         let verified = bucket.zdata(&["verify", &url]).ok();
         let digest = |store: &Path| zdata(&["verify", arg(store)]).ok()[..64].to_owned();
-        if other == &a {
+        if other == a {
             assert_eq!((first.code, second.code), (Some(0), Some(0)), "{first:?} {second:?}");
             continue;
         }
-        let (winner, loser) = if first.code == Some(0) { (&a, second) } else { (other, first) };
+        let (winner, loser) = if first.code == Some(0) { (a, second) } else { (other, first) };
         loser.fails(4, &["something else is there already", &url]);
         assert!(verified.starts_with(&digest(winner)), "{verified}");
     }

@@ -307,7 +307,7 @@ fn a_run_whose_supervisor_is_gone_ends_in_good_order() {
         );
         std::thread::sleep(Duration::from_millis(10));
     }
-    assert!(run.said().contains("the supervisor is gone"), "{}", run.said());
+    assert!(run.said().contains("the supervisor has ended"), "{}", run.said());
     let stop = events(&fixture, "orphan", "stop");
     assert_eq!(stop.len(), 1);
     let step = stop[0]["step"].as_u64().unwrap();

@@ -99,7 +99,7 @@ fn a_rank_that_dies_within_a_transfer_is_named_at_once() {
     let ended = with_fault(&carried(&[]), "kill:1:9", 300);
     assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
     let said =
-        Ran::from(ended).fails(6, &["rank 1 was ended from outside", "a rank is gone: rank 1"]);
+        Ran::from(ended).fails(6, &["rank 1 was ended from outside", "a rank has ended: rank 1"]);
     assert!(said.contains("last seen at step"), "{said}");
 }
 

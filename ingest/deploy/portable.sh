@@ -16,7 +16,7 @@ fi
 export PATH="$tools/bin:$PATH"
 
 target=$(uname -m)-unknown-linux-gnu
-cargo-zigbuild zigbuild --profile release --locked --no-default-features --bin zdata --target "$target.$glibc"
+cargo-zigbuild zigbuild --profile release --locked --no-default-features --features clouds --bin zdata --target "$target.$glibc"
 folder=$(cargo metadata --locked --offline --no-deps --format-version 1 |
   python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
 file=${1:-$folder/portable/zdata}

@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 use contract::{Fault, Result, counted, note};
 use store::disk::{self, Lock};
-use store::{Manifest, open};
+use store::{Manifest, PartRecord, open};
 
 pub use self::forecast::{Forecast, RECORD_FACTOR, SourceForecast, forecast};
 pub use crate::assembly::{Options, built, is_of_a_store};
@@ -43,6 +43,16 @@ pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome>
     build_while(corpus, store, options, || Ok(()))
 }
 
+/// The same, and calls `made` with every file of a part once the part is made, and the file's name in the store.
+pub fn build_telling(
+    corpus: &Corpus,
+    store: &Path,
+    options: Options,
+    made: &mut dyn FnMut(&Path, &str) -> Result<()>,
+) -> Result<Outcome> {
+    begin(corpus, store, options, &|| Ok(()), made)
+}
+
 /// The same, while `go_on`, called before each document, succeeds.
 pub(crate) fn build_while(
     corpus: &Corpus,
@@ -56,12 +66,22 @@ pub(crate) fn build_while(
         let mut go_on = go_on.lock().map_err(|_| stopped())?;
         (*go_on)()
     };
+    begin(corpus, store, options, &go_on, &mut |_, _| Ok(()))
+}
+
+fn begin(
+    corpus: &Corpus,
+    store: &Path,
+    options: Options,
+    go_on: cluster::GoOn<'_>,
+    made: cluster::MadeFile<'_>,
+) -> Result<Outcome> {
     if let Some(manifest) = up_to_date(corpus, store, &options)? {
         return Ok(Outcome::UpToDate(manifest));
     }
     let work = work_folder(store, &options)?;
     let above = disk::missing_above(&work);
-    let built = build_in(corpus, store, &work, &options, &go_on);
+    let built = build_in(corpus, store, &work, &options, go_on, made);
     if built.is_err() {
         above.iter().for_each(|folder| disk::remove_if_empty(folder));
     }
@@ -74,9 +94,10 @@ fn build_in(
     work: &Path,
     options: &Options,
     go_on: cluster::GoOn<'_>,
+    made: cluster::MadeFile<'_>,
 ) -> Result<Outcome> {
     let (cache, _lock) = hold(store, work, options)?;
-    let built = build_by(corpus, store, work, options, go_on);
+    let built = build_by(corpus, store, work, options, go_on, made);
     // A failed build keeps its parts: a folder without parts is of no use.
     if options.work.is_none() && (built.is_ok() || cache.parts()?.is_empty()) {
         cache.clear(options.quiet)?;
@@ -90,6 +111,7 @@ fn build_by(
     work: &Path,
     options: &Options,
     go_on: cluster::GoOn<'_>,
+    made: cluster::MadeFile<'_>,
 ) -> Result<Outcome> {
     let engine = options.engine.unwrap_or_default();
     let plan = cluster::plan_build(corpus, work, engine)?;
@@ -103,7 +125,7 @@ fn build_by(
             .for_each(|told| note!("note: {told}"));
     }
     let cluster::Made { manifest, summary, tallies, audited } =
-        cluster::make(&plan, store, options, go_on)?;
+        cluster::make(&plan, store, options, go_on, made)?;
     let rescued = plan.tokenizer.rescued();
     if rescued > 0 && !options.quiet {
         let documents = counted(rescued, "document");
@@ -154,10 +176,11 @@ pub fn up_to_date(corpus: &Corpus, store: &Path, options: &Options) -> Result<Op
 /// Whether the corpus would be cut into the parts that the store has.
 fn is_cut_alike(corpus: &Corpus, manifest: &Manifest) -> Result<bool> {
     let (parts, _) = cuts::parts(corpus)?;
-    let cut = parts.into_iter().map(|(source, range)| (source, range.start));
+    let cut = parts.iter().map(|part| (part.source, part.files.start, part.first_group()));
     let sources = manifest.sources.iter().enumerate();
     let there = sources.flat_map(|(source, record)| {
-        record.parts.iter().map(move |part| (source, part.first_file as usize))
+        let begin = move |part: &PartRecord| (source, part.first_file as usize, part.first_group);
+        record.parts.iter().map(begin)
     });
     Ok(cut.eq(there))
 }

@@ -4,13 +4,12 @@
 //! next one is read: one run reports everything there is to fix.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Mutex;
 
 use contract::{Class, Fault, Result, counted, note};
 
 use crate::assembly::request::{nameless, never_kept, nothing_left};
-use crate::corpus::{Corpus, drops, stops};
+use crate::corpus::{Corpus, PartInputs, drops, stops};
 use crate::cuts;
 use crate::progress::{Measure, PartProgress, Progress};
 use crate::run_parts::{Drive, run_parts};
@@ -90,7 +89,10 @@ pub fn check(
     options: Options,
     tell: impl FnMut(Bad<'_>) -> Result<()> + Send,
 ) -> Result<Checked> {
-    let (parts, _) = cuts::parts(corpus)?;
+    let (mut parts, _) = cuts::parts(corpus)?;
+    // What is wrong with a file is reported once.
+    parts.retain(|part| part.first_group() == 0);
+    parts.iter_mut().for_each(|part| part.cut = None);
     // A list of every bad record may be too long to be held until its turn: the corpus is then read as one part.
     let at_once = options.listed == u64::MAX;
     let parts: Vec<_> =
@@ -105,10 +107,10 @@ pub fn check(
         }
     };
     let do_part = |number: usize, drive: &Drive<'_>| {
-        let look = |(source, files): &(usize, Range<usize>)| {
-            let mut count = Count::new(corpus, *source, files.start, options.listed);
+        let look = |part: &PartInputs| {
+            let mut count = Count::new(corpus, part.source, part.files.start, options.listed);
             let mut held = Vec::new();
-            let only = corpus.cut(*source, files.clone());
+            let only = corpus.cut(part);
             let mut passed = PartProgress::new(&progress);
             count.read(&only, drive, &mut passed, |bad| match at_once {
                 true => say(bad),
@@ -344,7 +346,7 @@ fn any_of(all: &mut Vec<bool>, more: &[bool]) {
 fn look(only: &Corpus, part: Part) -> Result<Option<Read<Seen>>> {
     let (slab, file, raw) = match part {
         Part::Slab { slab, file, raw, .. } => (slab, file, raw),
-        Part::FileEnd { bytes, .. } => return Ok(Some(Ok(Seen::FileEnd(bytes)))),
+        Part::FileEnd { content, .. } => return Ok(Some(Ok(Seen::FileEnd(content.bytes)))),
         Part::SourceEnd => return Ok(None),
     };
     let of = &only.sources[0];

@@ -1,28 +1,37 @@
-//! Where a corpus is cut into parts: a function of its files' names and sizes.
-
-use std::ops::Range;
+//! Where a corpus is cut into parts: a function of its files' names and sizes, and of where the groups of large ones
+//! are.
 
 use contract::{Digest, Result};
 
-use crate::corpus::{Corpus, SourceFile};
+use crate::corpus::{Corpus, PartInputs, SourceFile};
+use crate::progress::meanwhile;
+use crate::source::Layout;
 
 /// The limit on parts, where the sources allow it.
 pub(crate) const PARTS_MAX: usize = 1 << 14;
 
-/// A source, and the range of its files that becomes one part.
-pub(crate) type FileRange = (usize, Range<usize>);
+/// A file to be cut: its size, and its layout if it has one and is too large for a part.
+struct Sized {
+    bytes: u64,
+    layout: Option<Layout>,
+}
 
-/// Cuts every source into ranges of files, one for each part of its store; also the bytes of a part that this took.
-pub(crate) fn parts(corpus: &Corpus) -> Result<(Vec<FileRange>, u64)> {
-    let mut sizes: Vec<Vec<u64>> = Vec::new();
-    for source in &corpus.sources {
-        sizes.push(source.files.iter().map(SourceFile::size).collect::<Result<_>>()?);
-    }
+/// Cuts every source into the inputs of parts of its store; also the bytes of a part that this took.
+pub(crate) fn parts(corpus: &Corpus) -> Result<(Vec<PartInputs>, u64)> {
     let mut bytes = corpus.part_bytes.max(1);
+    let sized = |file: &SourceFile| {
+        let size = file.size()?;
+        let layout = (size > bytes).then(|| Layout::of(&file.path, file.format)).transpose()?;
+        Ok(Sized { bytes: size, layout: layout.flatten() })
+    };
+    let sources = meanwhile("corpus", "looking where large inputs may be cut", || {
+        let of = |files: &Vec<SourceFile>| files.iter().map(sized).collect::<Result<Vec<_>>>();
+        corpus.sources.iter().map(|source| of(&source.files)).collect::<Result<Vec<_>>>()
+    })?;
     loop {
         let mut parts = Vec::new();
-        for (number, (source, sizes)) in corpus.sources.iter().zip(&sizes).enumerate() {
-            parts.extend(cut(&source.files, sizes, bytes).into_iter().map(|range| (number, range)));
+        for (number, (source, sized)) in corpus.sources.iter().zip(&sources).enumerate() {
+            cut(number, &source.files, sized, bytes, &mut parts);
         }
         if parts.len() <= PARTS_MAX.max(corpus.sources.len()) || bytes == u64::MAX {
             return Ok((parts, bytes));
@@ -32,25 +41,36 @@ pub(crate) fn parts(corpus: &Corpus) -> Result<(Vec<FileRange>, u64)> {
     }
 }
 
-/// Cuts a list of files into ranges of at most `bytes`. Each cut depends only on the files near it, so that editing or
-/// adding a file does not move all later ranges: whether a file ends its range is a random number of its name, with a
-/// probability that grows with its size.
-fn cut(files: &[SourceFile], sizes: &[u64], bytes: u64) -> Vec<Range<usize>> {
-    let mut ranges = Vec::new();
+/// Cuts the files of a source into ranges of at most `bytes`, and larger files into groups. Each cut depends only on
+/// the files near it, so that editing or adding a file does not move all later ranges: whether a file ends its range is
+/// a random number of its name, with a probability that grows with its size.
+fn cut(
+    source: usize,
+    files: &[SourceFile],
+    sizes: &[Sized],
+    bytes: u64,
+    parts: &mut Vec<PartInputs>,
+) {
     let (mut first, mut sum) = (0, 0u64);
-    for (number, (file, size)) in files.iter().zip(sizes).enumerate() {
+    for (number, (file, Sized { bytes: size, layout })) in files.iter().zip(sizes).enumerate() {
         if number > first && sum.saturating_add(*size) > bytes {
-            ranges.push(first..number);
+            parts.push(PartInputs::files(source, first..number));
             (first, sum) = (number, 0);
         }
         sum = sum.saturating_add(*size);
+        let cuts = layout.iter().filter(|_| *size > bytes).flat_map(|layout| layout.cuts(bytes));
+        for cut in cuts {
+            parts.push(PartInputs { source, files: number..number + 1, cut: Some(cut) });
+            (first, sum) = (number + 1, 0);
+        }
         let drawn = Digest::of_bytes(file.shown.as_bytes()).0 as u64;
         let last = u128::from(drawn) * u128::from(bytes) < u128::from(size.saturating_mul(2)) << 64;
-        if last && number + 1 < files.len() {
-            ranges.push(first..number + 1);
+        if last && first <= number && number + 1 < files.len() {
+            parts.push(PartInputs::files(source, first..number + 1));
             (first, sum) = (number + 1, 0);
         }
     }
-    ranges.push(first..files.len());
-    ranges
+    if first < files.len() || files.is_empty() {
+        parts.push(PartInputs::files(source, first..files.len()));
+    }
 }

@@ -16,7 +16,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, Write};
 use std::iter::Peekable;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, json};
@@ -26,6 +25,7 @@ use store::folder::StoreFile;
 use store::open::part_file;
 use store::{FileRecord, Location, Manifest, SourceRecord, regular};
 
+use crate::corpus::PartInputs;
 use crate::source::{Document, Row};
 use crate::spans::{Span, without};
 
@@ -284,18 +284,18 @@ impl List {
 /// By file, group and row of a duplicate, the document that was kept.
 pub(crate) type Firsts = BTreeMap<(usize, Option<u32>, u64), Kept>;
 
-/// Cuts the list at `path` by consecutive ranges of files, renumbered from the first file of the range. The results do
+/// Cuts the list at `path` by the inputs of consecutive parts, renumbered from the first file of each. The results do
 /// not say which document was kept: no encoded byte depends on it.
-pub(crate) fn cut(path: &Path, ranges: &[Range<usize>]) -> Result<Vec<Vec<u8>>> {
+pub(crate) fn cut(path: &Path, parts: &[&PartInputs]) -> Result<Vec<Vec<u8>>> {
     let mut cut: Vec<Writer> =
-        ranges.iter().map(|_| Writer::new(Vec::new())).collect::<Result<_>>()?;
+        parts.iter().map(|_| Writer::new(Vec::new())).collect::<Result<_>>()?;
     for line in Lines::open(path)? {
         let line = line?;
-        let number = ranges.partition_point(|range| range.end <= line.file);
-        let (Some(range), Some(writer)) = (ranges.get(number), cut.get_mut(number)) else {
+        let number = parts.partition_point(|part| part.are_before(line.file, line.group));
+        let (Some(part), Some(writer)) = (parts.get(number), cut.get_mut(number)) else {
             return Err(Fault::bug("a list names a file that is not there"));
         };
-        writer.push(&Line { file: line.file - range.start, kept: None, ..line })?;
+        writer.push(&Line { file: line.file - part.files.start, kept: None, ..line })?;
     }
     cut.into_iter().map(Writer::finish).collect()
 }

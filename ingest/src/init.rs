@@ -200,7 +200,7 @@ fn curriculum_text(groups: &[Group]) -> String {
          # Tokens in a sequence, sequences in a step, and in one forward and backward pass.\n\
          seq_len = {seq_len}\nbatch = {batch}\nmicro_batch = 2\n\
          # Weights, here as there is text: only their proportions count.\nmix = {{ {} }}\n\n\
-         # How often a source may be gone through in the whole run; more is refused before it starts.\n\
+         # How often a source may be read in the whole run; more is refused before it starts.\n\
          # [source.NAME]\n# max_epochs = 2\n",
         mix.join(", ")
     );

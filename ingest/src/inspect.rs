@@ -211,7 +211,7 @@ pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown
     }
     if !spans.is_empty() {
         let removed: u64 = spans.iter().map(|(from, to)| u64::from(to - from)).sum();
-        let _ = write!(text, " (removed {} of it)", many(removed, "byte"));
+        let _ = write!(text, " (removed {})", many(removed, "byte"));
         json["spans"] = json!(spans);
     }
     text.push('\n');

@@ -17,18 +17,18 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::parallel::{SPARE, WORKERS_MAX, guarded, no_thread, of_pool};
 
-/// How the slabs of a part are processed.
+/// Processes the batches of records of one part: on the worker that has the part, or on all workers.
 pub(crate) struct Drive<'a> {
     part: usize,
-    /// Parts from this one on stop: a lower one, or what takes the results, has failed.
+    /// Parts from this number on stop, because a part before them, or the code that takes the results, has failed.
     end: &'a AtomicUsize,
-    /// For a part that all workers process together: these, and how many slabs may be in flight.
+    /// For a part that all workers process together: their pool, and how many batches may be in flight.
     pool: Option<(&'a ThreadPool, usize)>,
 }
 
 impl Drive<'_> {
-    /// Calls `next` until there is nothing, `map` with each result, and `take` here, in the order of `next`. The fault
-    /// is the first one in that order; `place` names what `map` panicked at.
+    /// Calls `next` until it returns `None`, `map` on any thread with each batch, and `take` on this thread with each
+    /// result, in the order of `next`. Returns the first fault in that order; `place` names the batch if `map` panics.
     pub(crate) fn run<T: Send, R: Send>(
         &self,
         mut next: impl FnMut() -> Result<Option<T>> + Send,
@@ -36,21 +36,21 @@ impl Drive<'_> {
         place: impl Fn(&T) -> String + Sync,
         mut take: impl FnMut(R) -> Result<()>,
     ) -> Result<()> {
-        let map = |slab: T| {
-            let place = place(&slab);
-            guarded(|| place, || map(slab))
+        let map = |batch: T| {
+            let place = place(&batch);
+            guarded(|| place, || map(batch))
         };
-        let Some((pool, room)) = self.pool else {
-            while let Some(slab) = next()? {
-                take(map(slab)?)?;
-                self.refuse_to_go_on()?;
+        let Some((pool, in_flight)) = self.pool else {
+            while let Some(batch) = next()? {
+                take(map(batch)?)?;
+                self.refuse_after_fault()?;
             }
             return Ok(());
         };
         let map = &map;
         pool.in_place_scope(|jobs| {
             thread::scope(|scope| {
-                let (order, promises) = bounded::<Receiver<Result<R>>>(room);
+                let (order, promises) = bounded::<Receiver<Result<R>>>(in_flight);
                 let read = move || {
                     loop {
                         let (reply, promise) = bounded(1);
@@ -58,8 +58,8 @@ impl Drive<'_> {
                             return;
                         }
                         match guarded(|| "the reader".to_owned(), &mut next) {
-                            // The receiver is closed once an earlier slab has failed.
-                            Ok(Some(slab)) => jobs.spawn(move |_| drop(reply.send(map(slab)))),
+                            // The receiver is closed once an earlier batch has failed.
+                            Ok(Some(batch)) => jobs.spawn(move |_| drop(reply.send(map(batch)))),
                             // A promise without a reply marks the end.
                             Ok(None) => return,
                             Err(fault) => return drop(reply.send(Err(fault))),
@@ -70,7 +70,7 @@ impl Drive<'_> {
                 for promise in promises {
                     let Ok(result) = promise.recv() else { return Ok(()) };
                     take(result?)?;
-                    self.refuse_to_go_on()?;
+                    self.refuse_after_fault()?;
                 }
                 Ok(())
             })
@@ -91,8 +91,8 @@ impl Drive<'_> {
         fault.map_or(Ok(()), Err)
     }
 
-    /// Ends a part whose result is of no use. This fault is never returned to users: a lower part has another one.
-    fn refuse_to_go_on(&self) -> Result<()> {
+    /// Ends a part after a fault of an earlier one. Users never see this fault: that of the earlier part is returned.
+    fn refuse_after_fault(&self) -> Result<()> {
         match self.end.load(Ordering::Relaxed) > self.part {
             true => Ok(()),
             false => Err(Fault::bug("a part before this one has failed")),
@@ -100,7 +100,7 @@ impl Drive<'_> {
     }
 }
 
-/// Something that happened on another thread.
+/// Something that received on another thread.
 enum Event<T> {
     /// A part is done.
     Done(usize, Result<T>),
@@ -111,14 +111,17 @@ enum Event<T> {
 /// What all threads of a run share.
 struct Run<F> {
     do_part: F,
-    /// The parts before this one are done by one worker each; the others begin when a worker finds none of these.
+    /// The parts before this number are done by one worker each. The others are done by all workers together, and begin
+    /// when a worker finds no whole part left.
     whole: usize,
-    begun: AtomicUsize,
+    /// The next whole part to begin.
+    next_part: AtomicUsize,
+    /// As in [`Drive`].
     end: AtomicUsize,
 }
 
 impl<F> Run<F> {
-    /// Does a part, by all of these workers with so many slabs in flight, or alone.
+    /// Does a part: on the workers of `pool`, with its number of batches in flight, or on this thread alone.
     fn part<T>(&self, part: usize, pool: Option<(&ThreadPool, usize)>, events: &Sender<Event<T>>)
     where
         F: Fn(usize, &Drive<'_>) -> Result<T>,
@@ -138,7 +141,7 @@ impl<F> Run<F> {
         F: Fn(usize, &Drive<'_>) -> Result<T>,
     {
         loop {
-            let part = self.begun.fetch_add(1, Ordering::Relaxed);
+            let part = self.next_part.fetch_add(1, Ordering::Relaxed);
             if part >= self.whole.min(self.end.load(Ordering::Relaxed)) {
                 let _ = events.send(Event::Free);
                 return;
@@ -147,7 +150,7 @@ impl<F> Run<F> {
         }
     }
 
-    /// Stops every part at its next slab.
+    /// Stops every part at its next batch.
     fn stop(&self) {
         self.end.store(0, Ordering::Relaxed);
     }
@@ -162,14 +165,14 @@ pub(crate) fn run_parts<T: Send>(
 ) -> Result<()> {
     let workers = workers.clamp(1, WORKERS_MAX);
     let whole = (parts + 1).saturating_sub(workers);
-    let (begun, end) = (AtomicUsize::new(0), AtomicUsize::new(usize::MAX));
-    let run = &Run { do_part, whole, begun, end };
+    let (next_part, end) = (AtomicUsize::new(0), AtomicUsize::new(usize::MAX));
+    let run = &Run { do_part, whole, next_part, end };
     let pool = ThreadPoolBuilder::new().num_threads(workers).build();
     let pool = &pool.map_err(|error| of_pool(&error))?;
     let (mut results, mut taken, mut fault) = (BTreeMap::new(), 0, None);
     thread::scope(|scope| {
         pool.in_place_scope(|jobs| {
-            let (events, happened) = unbounded();
+            let (events, received) = unbounded();
             for _ in 0..workers.min(whole) {
                 let events = events.clone();
                 jobs.spawn(move |_| run.whole_parts(&events));
@@ -178,16 +181,16 @@ pub(crate) fn run_parts<T: Send>(
                 let _ = events.send(Event::Free);
             }
             let mut events = Some(events);
-            for event in happened {
+            for event in received {
                 match event {
                     Event::Done(part, result) => drop(results.insert(part, result)),
                     Event::Free => {
                         // The first one that is free.
                         let Some(events) = events.take() else { continue };
-                        let room = workers / (parts - whole).max(1) + SPARE;
+                        let in_flight = workers / (parts - whole).max(1) + SPARE;
                         for part in whole..parts {
                             let events = events.clone();
-                            let driver = move || run.part(part, Some((pool, room)), &events);
+                            let driver = move || run.part(part, Some((pool, in_flight)), &events);
                             let driver = thread::Builder::new().spawn_scoped(scope, driver);
                             driver.inspect_err(|_| run.stop()).map_err(no_thread)?;
                         }

@@ -90,7 +90,7 @@ pub fn sample(
         let teller = Teller { corpus, source, tools: &tools, tokenizer, around, list, kept };
         for (file, rows) in wanted {
             let was = manifest.sources[number].inputs.get(file);
-            if was.map(|was| (was.bytes, was.sha256)) != Some(source.files[file].path.content()?) {
+            if was.map(|was| (was.bytes, was.sha256)) != Some(source.files[file].content()?) {
                 return Err(changed(&source.files[file]));
             }
             teller.file(file, &rows, &mut found)?;

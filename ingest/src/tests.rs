@@ -16,6 +16,7 @@ use crate::testing::{IN_PARTS, Workbench, document, json_lines, options, tree};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::verify::verify;
 
+mod cut;
 mod kept;
 
 fn built(corpus: &Path, store: &Path, workers: usize) -> Manifest {

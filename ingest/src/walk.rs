@@ -2,17 +2,17 @@
 //!
 //! Invariant: once the end of a file is returned, all its bytes were those of one unchanged version of the file.
 
-use contract::{Identity, Result};
+use contract::Result;
 
 use crate::corpus::{Corpus, Source};
-use crate::source::{self, Input, Limits, Slab, Stamp};
+use crate::source::{Content, Input, Limits, Slab, Stamp};
 
 /// The next item read.
 pub(crate) enum Part {
     /// Records of a file, with `raw` bytes read so far.
     Slab { slab: Box<Slab>, source: usize, file: usize, raw: u64 },
-    /// The end of a file, with its content and the number of its segments.
-    FileEnd { source: usize, file: usize, bytes: u64, identity: Identity, segments: u64 },
+    /// The end of a file, or of the groups that are read.
+    FileEnd { source: usize, file: usize, content: Content },
     /// The end of a source.
     SourceEnd,
 }
@@ -56,19 +56,19 @@ impl<'a> Walk<'a> {
                     let stamp = file.stamp()?;
                     let max_document_bytes = self.corpus.max_document_bytes;
                     let limits = Limits { max_document_bytes, ..Limits::default() };
-                    let input = source::open(&file.path, file.format, &source.fields, &limits)?;
+                    let input = file.open(&source.fields, &limits)?;
                     none.insert((input, stamp))
                 }
             };
             let (source, number) = (self.source, self.file);
             if let Some(slab) = input.next_slab()? {
-                let (slab, raw) = (Box::new(slab), input.content().0);
+                let (slab, raw) = (Box::new(slab), input.raw_bytes());
                 return Ok(Some(Part::Slab { slab, source, file: number, raw }));
             }
-            let ((bytes, identity), segments) = (input.content(), input.segments());
-            file.unchanged(*stamp, bytes)?;
+            let content = input.content();
+            file.unchanged(stamp, content.bytes)?;
             (self.input, self.file) = (None, number + 1);
-            return Ok(Some(Part::FileEnd { source, file: number, bytes, identity, segments }));
+            return Ok(Some(Part::FileEnd { source, file: number, content }));
         }
     }
 

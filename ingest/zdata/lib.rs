@@ -15,7 +15,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use contract::{Fault, Result, terminal};
 use signal_hook::{consts, flag};
 
-/// Prepares corpora for pretraining, and tells what any training step reads.
+/// Prepares corpora for pretraining, and shows what any training step reads.
 ///
 /// Results go to standard output, progress and errors to standard error.
 /// Exit codes: 0 done, 1 a bug of ours, 2 usage or curriculum, 3 data missing or damaged, 4 digest mismatch,
@@ -25,14 +25,14 @@ use signal_hook::{consts, flag};
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Tell only answers and errors: no notes, no progress.
+    /// Print only results and errors: no notes, no progress.
     #[arg(long, global = true)]
     quiet: bool,
 }
 
 #[derive(Subcommand)]
 enum Command {
-    /// Write a commented corpus file and curriculum for what lies in a folder.
+    /// Write a commented corpus file and curriculum for the files in a folder.
     Init(cmd::init::Args),
     /// Train a tokenizer on a corpus.
     #[command(subcommand)]
@@ -68,7 +68,7 @@ enum Command {
     ShuffleTest(cmd::shuffle_test::Args),
     /// Print the keys of a corpus file or of a curriculum as JSON Schema.
     Schema(cmd::schema::Args),
-    /// Print what a shell completes behind `zdata`.
+    /// Print the completions of a shell for `zdata`.
     Completions(cmd::completions::Args),
     /// Print a page for `man`.
     Manual(cmd::completions::Manual),

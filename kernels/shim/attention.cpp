@@ -15,8 +15,8 @@ int shim_flash_attention(const at::Tensor* const* operands, const int64_t* longe
     const auto [heads, logs, seed, offset, mask] = at::_flash_attention_forward(
         at(0), at(1), at(2), at(3), at(4), longest[0], longest[1], /*dropout_p=*/0.0, /*is_causal=*/true,
         /*return_debug_mask=*/false, scale);
-    const at::Tensor* made[] = {&heads, &logs, &seed, &offset};
-    for (int i = 0; i < 4; ++i) out[i] = new at::Tensor(*made[i]);
+    const at::Tensor* results[] = {&heads, &logs, &seed, &offset};
+    for (int i = 0; i < 4; ++i) out[i] = new at::Tensor(*results[i]);
   });
 }
 

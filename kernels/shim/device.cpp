@@ -49,21 +49,21 @@ void on_stream(const c10::Stream& stream, Body&& body) {
 }
 
 // The GPU half of libtorch, once it has been opened.
-std::atomic<void*> half{nullptr};
+std::atomic<void*> gpu_half{nullptr};
 
 // A function of the GPU half or of a library that it uses; of any library in the process if the half was there from the
 // start. Null if it does not exist.
 template <typename Function>
 Function loaded(const char* name) {
-  void* const opened = half;
+  void* const opened = gpu_half;
   return reinterpret_cast<Function>(dlsym(opened == nullptr ? RTLD_DEFAULT : opened, name));
 }
 
 // Whether the GPU half is AMD's: checks for its runtime library first, because libtorch's CPU half may load NVIDIA's
 // for its profiler, while NVIDIA's half loads nothing of AMD's.
 bool of_amd() {
-  static const bool amd = loaded<int (*)(int)>("hipSetDevice") != nullptr;
-  return amd;
+  static const bool is_amd = loaded<int (*)(int)>("hipSetDevice") != nullptr;
+  return is_amd;
 }
 
 // The function with the name that the present vendor uses.
@@ -88,7 +88,7 @@ void enter_context(int index) {
 }
 
 // Properties of a GPU, one line `name=value` each.
-class Lines {
+class PropertyLines {
  public:
   void add(const char* name, const std::string& value) { text_ += std::string(name) + "=" + value + "\n"; }
   void add(const char* name, int value) { add(name, std::to_string(value)); }
@@ -142,7 +142,7 @@ int shim_open_library(const char* path) {
   return shim_guard([=] {
     // Its initializers may throw.
     if (void* const opened = dlopen(path, RTLD_NOW | RTLD_GLOBAL)) {
-      half = opened;
+      gpu_half = opened;
       return;
     }
     const char* reason = dlerror();
@@ -193,7 +193,7 @@ int shim_gpu_architecture(int index) {
 // releases.
 int shim_gpu_table(int index) {
   return shim_guard([=] {
-    Lines lines;
+    PropertyLines lines;
     lines.attribute("compute units", index, 16, 63);
     lines.attribute("memory bus bits", index, 37, 59);
     lines.attribute("memory clock kHz", index, 36, 60);
@@ -333,8 +333,8 @@ int shim_stage(void* side, const at::Tensor* memory, const int64_t* counts, at::
       done = std::make_unique<c10::Event>(kGpu);
       on_stream(stream, [&] {
         const at::Tensor part = memory->narrow(0, 0, first + 4 * words);
-        const auto there = part.options().device(stream.device()).pinned_memory(false);
-        widen(part.to(there, /*non_blocking=*/true, /*copy=*/true));
+        const auto on_device = part.options().device(stream.device()).pinned_memory(false);
+        widen(part.to(on_device, /*non_blocking=*/true, /*copy=*/true));
         done->record(stream);
       });
     }

@@ -80,19 +80,19 @@ struct Peers {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
 };
 
-struct Moving {
+struct Transfer {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
 // The time in which this process was running. A process that was stopped and continues (a suspended job, a machine that
 // slept or had no CPU time for it) was not waiting meanwhile: the other processes of its machine were stopped, too, and
 // their answers arrive now. So time counts while this thread is scheduled, and a pause counts as one late wakeup.
-class Lived {
+class RunningClock {
  public:
   // Never freed: its thread runs until the process ends.
-  static Lived& clock() {
-    static Lived* one = new Lived;
-    return *one;
+  static RunningClock& clock() {
+    static RunningClock* instance = new RunningClock;
+    return *instance;
   }
 
   milliseconds now() {
@@ -133,13 +133,13 @@ class Lived {
     bool late;
   };
 
-  static constexpr auto kTurn = milliseconds(20);
-  static constexpr auto kLate = milliseconds(100);
+  static constexpr auto kPollInterval = milliseconds(20);
+  static constexpr auto kLongestPause = milliseconds(100);
 
-  Lived() : last_(Clock::now()) {
+  RunningClock() : last_(Clock::now()) {
     std::thread([this] {
       for (;;) {
-        std::this_thread::sleep_for(kTurn);
+        std::this_thread::sleep_for(kPollInterval);
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto now = advance();
         for (auto& wait : waits_) {
@@ -163,15 +163,15 @@ class Lived {
 
   Clock::duration advance() {
     const auto now = Clock::now();
-    lived_ += std::min<Clock::duration>(now - last_, kLate);
+    running_ += std::min<Clock::duration>(now - last_, kLongestPause);
     last_ = now;
-    return lived_;
+    return running_;
   }
 
   std::mutex mutex_;
   std::list<Wait> waits_;
   Clock::time_point last_;
-  Clock::duration lived_{0};
+  Clock::duration running_{0};
 };
 
 c10d::ProcessGroupGloo& gloo_of(void* group) { return *static_cast<Peers*>(group)->gloo; }
@@ -213,7 +213,7 @@ void shim_group_free(void* group) { delete static_cast<Peers*>(group); }
 int shim_send(void* group, const at::Tensor* tensor, int to, int tag, void** out) {
   return shim_guard([&] {
     std::vector<at::Tensor> tensors{*tensor};
-    *out = new Moving{gloo_of(group).send(tensors, to, tag)};
+    *out = new Transfer{gloo_of(group).send(tensors, to, tag)};
   });
 }
 
@@ -221,24 +221,24 @@ int shim_send(void* group, const at::Tensor* tensor, int to, int tag, void** out
 int shim_recv(void* group, const at::Tensor* tensor, int from, int tag, void** out) {
   return shim_guard([&] {
     std::vector<at::Tensor> tensors{*tensor};
-    *out = new Moving{gloo_of(group).recv(tensors, from, tag)};
+    *out = new Transfer{gloo_of(group).recv(tensors, from, tag)};
   });
 }
 
 // `timeout` counts the time in which this process runs.
 int shim_work_wait(void* work, int64_t timeout) {
   return shim_guard([&] {
-    auto& moving = *static_cast<Moving*>(work)->work;
-    Lived::clock().wait(moving, milliseconds(timeout));
+    auto& transfer = *static_cast<Transfer*>(work)->work;
+    RunningClock::clock().wait(transfer, milliseconds(timeout));
   });
 }
 
 // Milliseconds for which this process was running since the first call.
 int shim_lived(int64_t* out) {
-  return shim_guard([=] { *out = Lived::clock().now().count(); });
+  return shim_guard([=] { *out = RunningClock::clock().now().count(); });
 }
 
-void shim_work_free(void* work) { delete static_cast<Moving*>(work); }
+void shim_work_free(void* work) { delete static_cast<Transfer*>(work); }
 
 // libtorch's own collectives on f32 tensors, for the benchmark: 0 all-reduce, 1 reduce-scatter, 2 all-gather,
 // 3 broadcast from rank 0, 4 all-to-all.

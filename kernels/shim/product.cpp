@@ -25,7 +25,7 @@ namespace {
 
 // oneDNN only gets calls that it supports, so if a matmul fails, it had no memory for its code.
 template <typename Body>
-void knowing(Body&& body) {
+void with_memory_errors(Body&& body) {
 #if __has_include(<oneapi/dnnl/dnnl_common.hpp>)
   try {
     body();
@@ -39,11 +39,11 @@ void knowing(Body&& body) {
 
 // Whether oneDNN supports such a matmul. Users can limit its instruction set (ONEDNN_MAX_CPU_ISA), and libtorch's
 // function refuses below AVX-512, even without bf16. Lack of memory is not an answer.
-bool makes_products() {
+bool supports_matmul() {
   const auto square = at::ones({2, 2}, at::kFloat);
   auto out = at::empty({2, 2}, at::kFloat);
   try {
-    knowing([&] { at::native::mkldnn_matmul(square, square, out, 0.0f, 1.0f); });
+    with_memory_errors([&] { at::native::mkldnn_matmul(square, square, out, 0.0f, 1.0f); });
     return true;
   } catch (const c10::OutOfMemoryError&) {
     throw;
@@ -60,7 +60,7 @@ extern "C" {
 int shim_onednn_products(int* out) {
   return shim_guard([=] {
     *out = at::native::mkldnn_matmul != nullptr && at::hasMKLDNN() && at::globalContext().userEnabledMkldnn() &&
-        at::get_cpu_capability().rfind("AVX512", 0) == 0 && makes_products();
+        at::get_cpu_capability().rfind("AVX512", 0) == 0 && supports_matmul();
   });
 }
 
@@ -69,7 +69,7 @@ int shim_product(const void* to, const void* left, const void* right, int add, i
   return shim_guard([=] {
     const auto at = [](const void* tensor) -> const at::Tensor& { return *static_cast<const at::Tensor*>(tensor); };
     auto out = at(to);
-    knowing([&] {
+    with_memory_errors([&] {
       if (onednn) {
         at::native::mkldnn_matmul(at(left), at(right), out, add ? 1.0f : 0.0f, 1.0f);
       } else if (add) {

@@ -40,9 +40,9 @@ extern "C" int shim_profiled(const char* path) {
     auto found = torch::autograd::profiler::disableProfiler();
     std::string text;
     for (const auto& event : found->events()) {
-      const bool there = event.deviceType() != c10::DeviceType::CPU;
-      const auto place = there ? static_cast<uint64_t>(event.deviceResourceId()) : event.startThreadId();
-      text += there ? '1' : '0';
+      const bool on_device = event.deviceType() != c10::DeviceType::CPU;
+      const auto place = on_device ? static_cast<uint64_t>(event.deviceResourceId()) : event.startThreadId();
+      text += on_device ? '1' : '0';
       for (const uint64_t number : {place, event.startNs(), event.durationNs()}) text += ' ' + std::to_string(number);
       text += ' ';
       for (const char letter : event.name()) text += letter == '\n' ? ' ' : letter;

@@ -16,7 +16,7 @@
 
 namespace {
 
-thread_local std::string answer;
+thread_local std::string last_text;
 
 #if defined(__x86_64__)
 constexpr unsigned kFlushToZero = 0x8000;
@@ -58,8 +58,8 @@ int read_switch(const std::string& wanted) {
 std::string extensions() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   std::string found;
-  const auto add = [&](bool there, const char* name) {
-    if (there) found += (found.empty() ? "" : " ") + std::string(name);
+  const auto add = [&](bool present, const char* name) {
+    if (present) found += (found.empty() ? "" : " ") + std::string(name);
   };
   const auto bit = [](unsigned word, int at) { return (word >> at & 1) != 0; };
   __cpuid(1, a, b, c, d);
@@ -115,14 +115,14 @@ std::string described(const std::string& wanted) {
 
 } // namespace
 
-void shim_say(const std::string& text) { answer = text; }
+void shim_say(const std::string& text) { last_text = text; }
 
 int shim_fail(int code, const char* reason) noexcept {
   try {
-    answer = reason;
+    last_text = reason;
     return code;
   } catch (...) {
-    answer.clear();
+    last_text.clear();
     return kNoMemory;
   }
 }
@@ -130,7 +130,7 @@ int shim_fail(int code, const char* reason) noexcept {
 extern "C" {
 
 // The text of the last call on this thread.
-const char* shim_text() { return answer.c_str(); }
+const char* shim_text() { return last_text.c_str(); }
 
 // Process-wide switches. `interop` can only be set before the first parallel work: libtorch itself throws later.
 int shim_set_switches() {

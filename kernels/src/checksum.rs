@@ -34,7 +34,8 @@ pub fn tensor(tensor: &Tensor, salt: u64) -> Result<u64> {
 
 /// The contribution of a slice to the checksum of its tensor, where its first element has number `first`.
 ///
-/// # Errors If its device refuses, or memory runs out.
+/// # Errors
+/// If its device refuses, or memory runs out.
 pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> Result<u64> {
     let here = tensor.detach().f_to_device(Device::Cpu)?.f_contiguous()?;
     Ok(on_cpu(&here, first, salt))
@@ -43,7 +44,8 @@ pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> Result<u64> {
 /// The same for many slices on one device, as a tensor of bits, i64, on that device: on a GPU the host does not wait.
 /// It takes two launches there, or, if our kernels cannot be compiled, some twenty operators for each slice.
 ///
-/// # Errors If the device refuses, or memory runs out.
+/// # Errors
+/// If the device refuses, or memory runs out.
 pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
     let whole = slices.iter().map(|(tensor, ..)| Ok(tensor.detach().f_contiguous()?));
     let whole = whole.collect::<Result<Vec<Tensor>>>()?;
@@ -108,7 +110,8 @@ impl RunningChecksum {
 
     /// The sum; the host waits for devices.
     ///
-    /// # Errors If a device reports a failure.
+    /// # Errors
+    /// If a device reports a failure.
     pub fn read(&self) -> Result<u64> {
         let add = |sum: u64, there: &Tensor| -> Result<u64> {
             let all = Vec::<i64>::try_from(there)?.into_iter().map(i64::cast_unsigned);

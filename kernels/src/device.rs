@@ -183,7 +183,8 @@ pub(crate) fn enter(device: Device) -> Result<()> {
 /// time, more than many matmuls take. The size is read with and without the variable, so that no bit can depend on the
 /// removal.
 ///
-/// # Errors If libtorch cannot parse the variable.
+/// # Errors
+/// If libtorch cannot parse the variable.
 pub(crate) fn settle_workspace(variable: &str) -> Result<()> {
     settle(variable, || {
         let mut bytes = 0;
@@ -222,7 +223,8 @@ pub(crate) fn upload(device: Device, words: &[i64]) -> Result<Tensor> {
 /// Copies integers to the memory of `device`, ordered before what the calling thread queues there; the host does not
 /// wait.
 ///
-/// # Errors If the device refuses or memory runs out.
+/// # Errors
+/// If the device refuses or memory runs out.
 pub fn integers(device: Device, numbers: &[i64]) -> Result<Tensor> {
     match numbers {
         [] => Ok(Tensor::f_empty([0], (tch::Kind::Int64, device))?),

@@ -24,7 +24,8 @@ unsafe extern "C" {
 
 /// Counts, from now to the end of the process, the tensors that libtorch allocates in main memory.
 ///
-/// # Errors If libtorch refuses another allocator, or memory runs out.
+/// # Errors
+/// If libtorch refuses another allocator, or memory runs out.
 pub fn count() -> Result<()> {
     // SAFETY: takes no argument; the allocator that it sets stays for the life of the process.
     guarded("count tensors", unsafe { shim_count_memory() })

@@ -38,7 +38,8 @@ pub fn by_onednn() -> Result<bool> {
 
 /// `out = left right`, all of one kind, matrices or batches of them.
 ///
-/// # Errors If shapes or kinds do not fit, or memory runs out.
+/// # Errors
+/// If shapes or kinds do not fit, or memory runs out.
 pub fn into(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
     product(out, left, right, false)
 }

@@ -44,7 +44,8 @@ pub struct Profile {
 
 /// Starts profiling all threads, and the GPU if `device` is one.
 ///
-/// # Errors If libtorch refuses.
+/// # Errors
+/// If libtorch refuses.
 pub fn begin(device: Device) -> Result<Profile> {
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: a plain number in.
@@ -55,7 +56,8 @@ pub fn begin(device: Device) -> Result<Profile> {
 impl Profile {
     /// Stops profiling and returns what ran. Also writes everything to `file`, in a format for Perfetto and browsers.
     ///
-    /// # Errors If libtorch refuses, or the path contains a zero byte.
+    /// # Errors
+    /// If libtorch refuses, or the path contains a zero byte.
     pub fn end(self, file: &Path) -> Result<Vec<Event>> {
         const CALL: &str = "end a profile";
         let path = CString::new(file.as_os_str().as_encoded_bytes())

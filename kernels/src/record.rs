@@ -16,7 +16,8 @@ pub struct Record {
 impl Record {
     /// Records the bits of each element of `numbers`, which are 64 bits wide.
     ///
-    /// # Errors If elements have another width, or memory runs out.
+    /// # Errors
+    /// If elements have another width, or memory runs out.
     pub fn put(&mut self, numbers: &Tensor) -> Result<()> {
         self.unread.push(numbers.f_view_dtype(Kind::Int64)?.f_reshape([-1])?);
         Ok(())
@@ -29,7 +30,8 @@ impl Record {
 
     /// Reads all words recorded since the last read: one copy from a device, for which the host waits.
     ///
-    /// # Errors If something failed on the device, which shows now at the latest, or memory runs out.
+    /// # Errors
+    /// If something failed on the device, which shows now at the latest, or memory runs out.
     pub fn read(&mut self) -> Result<()> {
         let unread = std::mem::take(&mut self.unread);
         if unread.is_empty() {
@@ -42,7 +44,8 @@ impl Record {
 
     /// The next word that was read.
     ///
-    /// # Errors If there is none: fewer words were recorded than are requested.
+    /// # Errors
+    /// If there is none: fewer words were recorded than are requested.
     pub fn word(&mut self) -> Result<u64> {
         self.read.pop_front().ok_or_else(|| off("its end"))
     }
@@ -57,7 +60,8 @@ impl Record {
 
     /// Checks that every word was used.
     ///
-    /// # Errors If a word was not used, or not read.
+    /// # Errors
+    /// If a word was not used, or not read.
     pub fn end(self) -> Result<()> {
         match self.read.is_empty() && self.unread.is_empty() {
             true => Ok(()),

@@ -144,7 +144,8 @@ pub struct DeviceSums {
 impl DeviceSums {
     /// Computes the sums.
     ///
-    /// # Errors If the device has no kernels of ours, a tensor has another kind or layout, or a launch fails.
+    /// # Errors
+    /// If the device has no kernels of ours, a tensor has another kind or layout, or a launch fails.
     pub fn make(&self) -> Result<()> {
         let DeviceSums { added, experts, rows } = self;
         let mut pairs = added.iter().chain(experts.iter().map(|(pair, _)| pair));
@@ -223,7 +224,8 @@ impl<T: Sum> Counter<T> {
 
     /// Pushes the next leaf.
     ///
-    /// # Errors The error of a sum.
+    /// # Errors
+    /// The error of a sum.
     pub fn push(&mut self, leaf: T) -> Result<(), T::Error> {
         self.push_block(0, leaf)
     }
@@ -261,7 +263,8 @@ impl<T: Sum> Counter<T> {
 impl<T: Sum<Error = Error>> Counter<T> {
     /// The sum of all leaves.
     ///
-    /// # Errors The error of a sum, or that there was no leaf, which is a bug of the caller.
+    /// # Errors
+    /// The error of a sum, or that there was no leaf, which is a bug of the caller.
     pub fn total(self) -> Result<T> {
         self.finish()?.ok_or_else(no_part)
     }

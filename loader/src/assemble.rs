@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use contract::{Digest, Fault, Hasher, Result};
 use mixer::{SampleSpec, Span};
-use store::StreamReader;
 
 use crate::memory::ColumnsMut;
+use crate::stream::SourceStream;
 
 /// The row to fill: four slices of `seq_len`. Their initial content does not matter: every value is written.
 pub(crate) struct Row<'a> {
@@ -19,8 +19,8 @@ pub(crate) struct Row<'a> {
 /// Buffers reused from row to row.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    ids: Vec<i32>,
-    starts: Vec<u64>,
+    pub(crate) ids: Vec<i32>,
+    pub(crate) starts: Vec<u64>,
 }
 
 impl<'a> Row<'a> {
@@ -34,11 +34,13 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// Fills the row with the text of `spec` from `stream`; returns where its documents begin.
+    /// Fills the row with the text of `spec` from `stream`; returns where its documents begin. `markers`: whether
+    /// documents of the store have a begin token, and an end token.
     pub(crate) fn fill(
         &mut self,
-        stream: &StreamReader,
+        stream: &SourceStream,
         spec: &SampleSpec,
+        markers: [bool; 2],
         scratch: &mut Scratch,
     ) -> Result<Vec<u32>> {
         let mut boundaries = Vec::new();
@@ -46,15 +48,16 @@ impl<'a> Row<'a> {
         for span in &spec.spans {
             let fits = at + span.tokens as usize <= self.tokens.len();
             let end = span.start.checked_add(u64::from(span.tokens));
-            if span.tokens == 0 || !fits || end.is_none_or(|end| end > stream.record().tokens) {
+            if span.tokens == 0 || !fits || end.is_none_or(|end| end > stream.tokens()) {
                 return Err(Fault::bug(format!(
                     "sample {} asks for {span:?} at {at} of {} in a stream of {} tokens",
                     spec.sample,
                     self.tokens.len(),
-                    stream.record().tokens
+                    stream.tokens()
                 )));
             }
             self.add(stream, *span, at, &mut boundaries, scratch)?;
+            self.apply_objective(stream, spec, *span, at, markers, scratch)?;
             at += span.tokens as usize;
         }
         if at < self.tokens.len() {
@@ -70,7 +73,7 @@ impl<'a> Row<'a> {
         Ok(boundaries)
     }
 
-    /// Erases a range of text: only its length remains visible.
+    /// Replaces a range of text by padding without labels: the model sees only its length.
     pub(crate) fn blank(&mut self, place: &Range<u32>) {
         let place = place.start as usize..place.end as usize;
         self.tokens[place.clone()].fill(0);
@@ -82,7 +85,7 @@ impl<'a> Row<'a> {
     /// sequence.
     fn add(
         &mut self,
-        stream: &StreamReader,
+        stream: &SourceStream,
         span: Span,
         at: usize,
         boundaries: &mut Vec<u32>,
@@ -95,16 +98,16 @@ impl<'a> Row<'a> {
         stream.starts_in(start + 1..end + 1, starts)?;
         starts.dedup();
         // The label of the last token is the token after the span, unless a document ends between them.
-        let goes_on = end < stream.record().tokens && starts.last() != Some(&end);
+        let continues = end < stream.tokens() && starts.last() != Some(&end);
         ids.clear();
-        stream.read_ids(start..end + u64::from(goes_on), ids)?;
-        if !goes_on {
+        stream.read_ids(start..end + u64::from(continues), ids)?;
+        if !continues {
             ids.push(0);
         }
         self.tokens[at..at + count].copy_from_slice(&ids[..count]);
         self.labels[at..at + count].copy_from_slice(&ids[1..]);
         self.mask[at..at + count].fill(1);
-        self.mask[at + count - 1] = u8::from(goes_on);
+        self.mask[at + count - 1] = u8::from(continues);
         boundaries.push(at as u32);
         for &document in starts.iter() {
             let first = at + (document - start) as usize;
@@ -126,11 +129,15 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// The digest of what the model sees of this row.
-    pub(crate) fn digest(&self, boundaries: &[u32]) -> Digest {
-        let Row { tokens, labels: _, positions, mask } = self; // Labels follow from the rest of the stream.
+    /// The digest of what the model sees of this row, and of the weight of its losses.
+    pub(crate) fn digest(&self, boundaries: &[u32], weight: f32) -> Digest {
+        // Labels are left out: those that count are the next tokens of the text.
+        let Row { tokens, labels: _, positions, mask } = self;
         let mut hasher = Hasher::new();
         hasher.tag("sequence.v1").i32s(tokens).i32s(positions).u32s(boundaries).bytes(mask);
+        if weight != 1.0 {
+            hasher.tag("loss_weight.v1").u64(u64::from(weight.to_bits()));
+        }
         hasher.finish()
     }
 }

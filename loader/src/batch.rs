@@ -11,7 +11,7 @@ use crate::memory::{AnyBatchMemory, BatchMemory, Columns, ColumnsMut};
 use crate::{RankSlice, Stores};
 
 /// Rows of `seq_len` tokens, row after row.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Batch {
     /// The step, from 1; 0 for validation.
     pub step: u64,
@@ -33,6 +33,8 @@ pub struct Batch {
     pub sequences: Vec<Digest>,
     /// Labels with mask 1, over all rows here.
     pub label_count: u64,
+    /// For each row: what the losses of its labels are multiplied by in the gradient; empty if each is 1.
+    pub weights: Vec<f32>,
 }
 
 impl Batch {
@@ -81,9 +83,20 @@ impl Batch {
         let before = count(&row);
         take(&mut row);
         let hidden = before - count(&row);
-        self.sequences[number] = row.digest(&self.boundaries[number]);
+        let weight = self.samples[number].loss_weight();
+        self.sequences[number] = row.digest(&self.boundaries[number], weight);
         self.label_count -= hidden;
         Ok(hidden)
+    }
+
+    /// One sample of the training split.
+    pub(crate) fn of_sample(plan: &DataPlan, stores: &Stores, sample: SampleSpec) -> Result<Self> {
+        let (first_sample, seq_len) = (sample.sample, sample.seq_len);
+        let step = plan.step_of(first_sample)?;
+        let (split, samples) = (Split::Train, vec![sample]);
+        let head = BatchHeader { step, first_sample, micro_batch: 1, seq_len, split, samples };
+        let memory = stores.memory(head.tokens());
+        Batch::assemble(head, stores, memory, |sample| plan.sources()[sample.source].name.as_str())
     }
 
     /// Fills `memory` with the batch described by `head`.
@@ -99,14 +112,19 @@ impl Batch {
         let mut columns = memory.columns_mut()?;
         let mut boundaries = Vec::with_capacity(samples.len());
         let mut sequences = Vec::with_capacity(samples.len());
-        let mut scratch = Scratch::default();
+        let (held, mut scratch) = (stores.held_tokens(), Scratch::default());
         for (number, sample) in samples.iter().enumerate() {
             let mut row = Row::of(&mut columns, number * width..(number + 1) * width);
-            let found = row.fill(stores.stream(name(sample), split)?, sample, &mut scratch)?;
-            sequences.push(row.digest(&found));
+            let stream = stores.stream(name(sample), split)?;
+            let found = row.fill(stream, sample, held, &mut scratch)?;
+            sequences.push(row.digest(&found, sample.loss_weight()));
             boundaries.push(found);
         }
         let label_count = columns.mask.iter().map(|&label| u64::from(label)).sum();
+        let mut weights: Vec<f32> = samples.iter().map(SampleSpec::loss_weight).collect();
+        if weights.iter().all(|weight| *weight == 1.0) {
+            weights.clear();
+        }
         let rows = samples.len() as u64;
         Ok(Batch {
             step,
@@ -119,6 +137,7 @@ impl Batch {
             samples,
             sequences,
             label_count,
+            weights,
         })
     }
 }

@@ -9,6 +9,7 @@ use mixer::{DataPlan, SampleSpec};
 use store::{DocumentRecord, Split};
 
 use crate::Stores;
+use crate::infill::{Infill, InfillToken, Piece};
 
 /// A run of tokens of one document within a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +24,8 @@ pub struct SequencePart {
     pub record: Arc<DocumentRecord>,
     /// Whether an amendment hides it here.
     pub banned: bool,
+    /// How it is rearranged for fill-in-the-middle, if it is.
+    pub infill: Option<Infill>,
 }
 
 impl SequencePart {
@@ -30,6 +33,17 @@ impl SequencePart {
     pub fn in_document(&self) -> Range<u64> {
         let first = self.record.first_token;
         self.tokens.start - first..self.tokens.end - first
+    }
+
+    /// For each of its places: which token of the document is there; `None` for a sentinel.
+    pub fn order(&self) -> Vec<Option<u64>> {
+        let first = self.in_document().start;
+        let Some(infill) = &self.infill else { return self.in_document().map(Some).collect() };
+        let token = |place: InfillToken| match place {
+            InfillToken::Text(token) => Some(first + u64::from(token)),
+            InfillToken::Sentinel(_) => None,
+        };
+        infill.places().into_iter().map(token).collect()
     }
 }
 
@@ -67,11 +81,26 @@ pub fn pieces(
         let piece = |(place, tokens, document): PartRange| {
             let record = Arc::clone(&known[&document]);
             let banned = sample.banned.iter().any(|banned| banned.contains(&place.start));
-            SequencePart { place, tokens, document, record, banned }
+            let DocumentRecord { first_token, tokens: all, .. } = *record;
+            let ends = [tokens.start == first_token, tokens.end == first_token + all];
+            let piece = Piece { tokens: tokens.clone(), ends };
+            let infill = Infill::of(sample, stores.held_tokens(), &piece).filter(|_| !banned);
+            SequencePart { place, tokens, document, record, banned, infill }
         };
         cut.into_iter().map(piece).collect()
     });
     Ok(found.collect())
+}
+
+/// The piece at a place of a sample; `None` in padding.
+pub fn piece_at(
+    plan: &DataPlan,
+    stores: &Stores,
+    sample: &SampleSpec,
+    place: u32,
+) -> Result<Option<SequencePart>> {
+    let found = pieces(plan, stores, std::slice::from_ref(sample))?;
+    Ok(found.into_iter().flatten().find(|piece| piece.place.contains(&place)))
 }
 
 /// Range in the sequence, tokens of the stream, document.

@@ -1,14 +1,38 @@
-//! Steps without labels: amendments ban all of their text.
+//! Labels that bans hide, and steps without any: amendments ban all of their text.
 
 use std::collections::BTreeSet;
 
 use contract::{Result, counted};
-use mixer::{DataPlan, SampleSpec};
+use mixer::{Ban, DataPlan, Objective, SampleSpec};
 
+use crate::batch::Batch;
 use crate::{OpenedCurriculum, RankSlice, batch};
 
-/// A visible run longer than this must contain labels, unless its documents are single tokens.
+/// A visible run longer than this must contain labels, unless its documents are single tokens, or labels of its source
+/// are left out.
 const SHORT: u32 = 64;
+
+/// How much text a ban hides over the run: tokens, and labels among them. Reads text only of a source with an
+/// objective, whose labels the plan alone does not know.
+pub fn hidden_by(opened: &OpenedCurriculum, ban: &Ban) -> Result<(u64, u64)> {
+    let plan = &opened.plan;
+    let (tokens, mut labels) = plan.hidden_by(ban)?;
+    let Some(stores) =
+        opened.text().filter(|_| plan.objective(ban.source).is_some_and(Objective::changes_text))
+    else {
+        return Ok((tokens, labels));
+    };
+    labels = 0;
+    let visits = plan.visits(ban.source, ban.tokens.clone())?.into_iter();
+    for visit in visits.filter(|visit| visit.sample >= ban.first_sample) {
+        let sample = SampleSpec { banned: Vec::new(), ..plan.sample(visit.sample)? };
+        let shown = Batch::of_sample(plan, stores, sample)?;
+        let place = visit.offset_in_sequence as usize;
+        let places = &shown.columns().mask[place..place + visit.tokens as usize];
+        labels += places.iter().map(|label| u64::from(*label)).sum::<u64>();
+    }
+    Ok((tokens, labels))
+}
 
 /// The steps without any label, ascending. Reads text only of steps that the plan alone cannot decide.
 pub fn steps_without_labels(opened: &OpenedCurriculum) -> Result<Vec<u64>> {
@@ -62,11 +86,13 @@ fn longest_shown(plan: &DataPlan, step: u64) -> Result<u32> {
     Ok(longest)
 }
 
-/// The longest run of visible text in a sample.
+/// The longest run of visible text in a sample; at most [`SHORT`] where labels of its source are left out.
 fn shown(sample: &SampleSpec) -> u32 {
     let end = sample.spans.iter().map(|span| span.tokens).sum::<u32>();
     let starts = [0].into_iter().chain(sample.banned.iter().map(|place| place.end));
     let ends = sample.banned.iter().map(|place| place.start).chain([end]);
     let runs = starts.zip(ends).map(|(start, end): (u32, u32)| (start..end).len() as u32);
-    runs.max().unwrap_or_default()
+    let longest = runs.max().unwrap_or_default();
+    let masked = sample.objective.as_ref().is_some_and(|objective| objective.mask.is_some());
+    if masked { longest.min(SHORT) } else { longest }
 }

@@ -13,20 +13,31 @@
 
 pub mod assemble;
 pub mod batch;
+mod buckets;
 pub mod explain;
+mod growing;
+mod infill;
 mod labels;
 pub mod memory;
+mod objective;
 pub mod open;
 mod packs;
 pub mod prefetch;
+pub mod recorded;
+mod sealed;
+mod selection;
 pub mod slice;
 pub mod stores;
+pub mod stream;
 pub mod validation;
 
 pub use batch::{Batch, RowLabels, StepSummary, batch, batch_in, rows, step_digest, summary_of};
-pub use labels::{steps_without_labels, without_labels};
+pub use growing::{GrowingPlan, PlanFeed};
+pub use infill::{Infill, InfillMode, InfillToken};
+pub use labels::{hidden_by, steps_without_labels, without_labels};
 pub use memory::{BatchMemory, Columns, ColumnsMut};
 pub use open::OpenedCurriculum;
 pub use prefetch::{PrefetchOptions, PrefetchSource, Prefetcher};
 pub use slice::RankSlice;
 pub use stores::Stores;
+pub use stream::SourceStream;

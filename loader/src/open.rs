@@ -1,5 +1,6 @@
 //! Opens a curriculum file with its plan and stores, as every command does first.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use store::open::MANIFEST;
 use store::read::ReadCache;
 use store::{DocumentRecord, Location, Split};
 
-use crate::{Stores, packs};
+use crate::{Stores, buckets, objective, packs};
 
 /// A curriculum with its plan and its stores (none if it names store stubs).
 pub struct OpenedCurriculum {
@@ -70,14 +71,24 @@ impl OpenedCurriculum {
             None
         } else {
             let cache = ReadCache::sized_by_the_process();
-            Some(Stores::open_with(&folders, cache).map_err(|fault| fault.or_at(place))?)
+            let mut stores =
+                Stores::open_with(&folders, cache).map_err(|fault| fault.or_at(place))?;
+            if !stub {
+                buckets::cut(&curriculum, &mut stores)?;
+            }
+            Some(stores)
         };
         facts.extend(stores.iter().flat_map(Stores::facts));
         let packs = match stores.as_ref().filter(|_| !stub) {
             Some(stores) => packs::tables(&curriculum, stores)?,
             None => PackTables::new(),
         };
-        let mut plan = DataPlan::with_packs(&curriculum, &facts, packs)?;
+        let planned = match stores.as_ref().filter(|_| !stub) {
+            Some(stores) => objective::resolved(&curriculum, stores)?,
+            None => Cow::Borrowed(&curriculum),
+        };
+        let mut plan = DataPlan::with_packs(&planned, &facts, packs)?;
+        drop(planned);
         if let Some(stores) = stores.as_ref().filter(|_| !stub) {
             plan.place_bans(|source, documents| {
                 let ranges: Vec<_> = documents.iter().map(|number| *number..number + 1).collect();
@@ -214,8 +225,8 @@ fn check_added(curriculum: &Curriculum, plan: &DataPlan, stores: &Stores) -> Res
         }
         for phase in plan.phases().iter().take_while(|phase| phase.first_step < step) {
             let early = phase.uses.iter().map(|part| &plan.sources()[part.source].name);
-            let mut early =
-                early.filter(|name| manifest.sources.iter().any(|it| it.name == **name));
+            let mut early = early
+                .filter(|name| manifest.sources.iter().any(|it| it.name == stores.whole(name)));
             if let Some(name) = early.next() {
                 let (phase, first) = (&phase.name, phase.first_step);
                 let what = format!("source {name:?} is there from step {step} on");

@@ -27,8 +27,8 @@ use std::thread::{self, JoinHandle};
 
 use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
-use mixer::DataPlan;
 
+use crate::growing::PlanFeed;
 use crate::{Batch, BatchMemory, RankSlice, StepSummary, Stores, batch_in, summary_of};
 
 /// Settings that affect only speed, so none has a digest.
@@ -48,8 +48,8 @@ impl Default for PrefetchOptions {
 
 /// What to prefetch.
 pub struct PrefetchSource {
-    /// The plan.
-    pub plan: Arc<DataPlan>,
+    /// The plan, or one that grows.
+    pub plan: PlanFeed,
     /// The stores with its text.
     pub stores: Arc<Stores>,
     /// The steps, half-open.
@@ -63,6 +63,8 @@ pub struct Prefetcher<T> {
     ready: Option<Receiver<Result<T>>>,
     left: u64,
     threads: Vec<JoinHandle<()>>,
+    /// The plan that readers may wait for.
+    plan: Option<PlanFeed>,
 }
 
 /// A step's slot, which receives its batch.
@@ -71,7 +73,7 @@ type Slot<B> = Receiver<Result<B>>;
 impl<T: Send + 'static> Prefetcher<T> {
     /// Starts prefetching the batches of `steps` (half-open) for `slice`; `next` returns what `last` makes of each.
     pub fn start(
-        plan: Arc<DataPlan>,
+        plan: impl Into<PlanFeed>,
         stores: Arc<Stores>,
         steps: Range<u64>,
         slice: RankSlice,
@@ -80,7 +82,7 @@ impl<T: Send + 'static> Prefetcher<T> {
     ) -> Result<Self> {
         let pool = Arc::clone(&stores);
         let memory = move |tokens| Ok(pool.memory(tokens));
-        let ahead = PrefetchSource { plan, stores, steps, options };
+        let ahead = PrefetchSource { plan: plan.into(), stores, steps, options };
         Prefetcher::by_step(ahead, move |_| Ok(slice), memory, Ok, last)
     }
 
@@ -94,12 +96,18 @@ impl<T: Send + 'static> Prefetcher<T> {
         last: impl FnMut(B) -> Result<T> + Send + 'static,
     ) -> Result<Self> {
         let PrefetchSource { plan, stores, steps, options } = ahead;
-        let make = move |step| check(batch_in(&plan, &stores, step, slice(step)?, &memory)?);
-        Prefetcher::over(steps, options, make, last, begin)
+        let feed = Some(plan.clone());
+        let make = move |step| {
+            let plan = plan.at(step)?;
+            check(batch_in(&plan, &stores, step, slice(step)?, &memory)?)
+        };
+        Prefetcher::over(feed, steps, options, make, last, begin)
     }
 
-    /// The same for any function from a step to its batch, on threads that `begin` starts.
+    /// The same for any function from a step to its batch, on threads that `begin` starts; `plan` is what it may wait
+    /// for.
     fn over<B: Send + 'static>(
+        plan: Option<PlanFeed>,
         steps: Range<u64>,
         options: PrefetchOptions,
         make: impl Fn(u64) -> Result<B> + Send + Sync + 'static,
@@ -109,7 +117,7 @@ impl<T: Send + 'static> Prefetcher<T> {
         let (order, slots) = bounded::<Slot<B>>(options.depth.max(1));
         let (done, ready) = bounded(1);
         let left = steps.end.saturating_sub(steps.start);
-        let mut prefetcher = Prefetcher { ready: Some(ready), left, threads: Vec::new() };
+        let mut prefetcher = Prefetcher { ready: Some(ready), left, threads: Vec::new(), plan };
         let next = Arc::new(Mutex::new((steps, order)));
         let make = Arc::new(make);
         let mut spawn = |name: String, work: Work| {
@@ -133,10 +141,11 @@ impl Prefetcher<StepSummary> {
     pub fn summaries(ahead: PrefetchSource, held: u64) -> Result<Self> {
         let PrefetchSource { plan, stores, steps, options } = ahead;
         let make = move |step| {
+            let plan = plan.at(step)?;
             let memory = |tokens| Ok(stores.memory(tokens));
             summary_of(&plan, &stores, step, held, memory)
         };
-        Prefetcher::over(steps, options, make, Ok, begin)
+        Prefetcher::over(None, steps, options, make, Ok, begin)
     }
 }
 
@@ -209,8 +218,10 @@ impl<T> Iterator for Prefetcher<T> {
 
 impl<T> Drop for Prefetcher<T> {
     fn drop(&mut self) {
-        // The last stage stops once its receiver is dropped, the readers once the slots are dropped.
+        // The last stage stops once its receiver is dropped, the readers once the slots are dropped and no step of a
+        // growing plan is waited for.
         self.ready = None;
+        self.plan.iter().for_each(PlanFeed::close);
         for thread in self.threads.drain(..) {
             // A thread's panic was delivered as an error at its step.
             let _ = thread.join();
@@ -247,7 +258,7 @@ mod tests {
                 Ok((calls, value))
             };
             let options = PrefetchOptions { threads, depth };
-            let stream = Prefetcher::over(1..end, options, slow, last, super::begin).unwrap();
+            let stream = Prefetcher::over(None, 1..end, options, slow, last, super::begin).unwrap();
             let found: Vec<_> = stream.map(Result::unwrap).collect();
             prop_assert_eq!(found, (1..end).map(|step| (step, step * step)).collect::<Vec<_>>());
         }
@@ -258,7 +269,8 @@ mod tests {
         ) {
             let make = move |step| if step == bad && !late { Err(Fault::data("torn")) } else { slow(step) };
             let last = move |value| if value == bad * bad { Err(Fault::data("torn")) } else { Ok(value) };
-            let mut stream = Prefetcher::over(1..100, PrefetchOptions { threads, depth }, make, last, super::begin).unwrap();
+            let options = PrefetchOptions { threads, depth };
+            let mut stream = Prefetcher::over(None, 1..100, options, make, last, super::begin).unwrap();
             for step in 1..bad {
                 prop_assert_eq!(stream.next(), Some(Ok(step * step)));
             }
@@ -279,7 +291,8 @@ mod tests {
                 let _held = &ended;
                 Ok(value)
             };
-            let stream = Prefetcher::over(1..u64::MAX, PrefetchOptions { threads, depth }, make, last, super::begin).unwrap();
+            let options = PrefetchOptions { threads, depth };
+            let stream = Prefetcher::over(None, 1..u64::MAX, options, make, last, super::begin).unwrap();
             let mut stream = stream;
             prop_assert_eq!(stream.by_ref().take(taken).count(), taken);
             drop(stream);
@@ -293,7 +306,7 @@ mod tests {
             let counter = Arc::clone(&made);
             let make = move |step| Ok(counter.fetch_max(step, Ordering::Relaxed).max(step));
             let options = PrefetchOptions { threads, depth };
-            let mut stream = Prefetcher::over(1..1000, options, make, |_| Ok(()), super::begin).unwrap();
+            let mut stream = Prefetcher::over(None, 1..1000, options, make, |_| Ok(()), super::begin).unwrap();
             for taken in 1..20 {
                 prop_assert!(stream.next().is_some());
                 thread::sleep(Duration::from_micros(200));
@@ -316,8 +329,9 @@ mod tests {
                 }
             };
             let options = PrefetchOptions { threads: 3, depth: 1 };
-            let fault =
-                Prefetcher::over(1..u64::MAX, options, slow, Ok, begin).map(drop).unwrap_err();
+            let fault = Prefetcher::over(None, 1..u64::MAX, options, slow, Ok, begin)
+                .map(drop)
+                .unwrap_err();
             assert!(fault.class() == Class::Machine && fault.to_string().contains("ulimit -u"));
         }
     }
@@ -326,12 +340,12 @@ mod tests {
     fn a_panic_is_a_fault_at_its_step() {
         let options = PrefetchOptions { threads: 2, depth: 2 };
         let reader = |step| if step == 3 { panic!("reader") } else { Ok(step) };
-        let mut stream = Prefetcher::over(1..9, options, reader, Ok, super::begin).unwrap();
+        let mut stream = Prefetcher::over(None, 1..9, options, reader, Ok, super::begin).unwrap();
         assert_eq!((stream.next(), stream.next()), (Some(Ok(1)), Some(Ok(2))));
         assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
         assert_eq!(stream.next(), None);
         let last = |step| if step == 2 { panic!("last stage") } else { Ok(step) };
-        let mut stream = Prefetcher::over(1..9, options, Ok, last, super::begin).unwrap();
+        let mut stream = Prefetcher::over(None, 1..9, options, Ok, last, super::begin).unwrap();
         assert_eq!(stream.next(), Some(Ok(1)));
         assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
         assert_eq!(stream.next(), None);

@@ -1,13 +1,16 @@
 //! All stores of a curriculum, as one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use contract::{Fault, Result};
+use curriculum::Buckets;
 use mixer::SourceFacts;
 use store::{Location, Split, Store, StreamReader, TokenizerRecord, read::ReadCache};
 
 use crate::memory::{BatchMemory, Pool};
+use crate::selection::Selection;
+use crate::stream::SourceStream;
 
 /// Several stores with one tokenizer and unique source names.
 pub struct Stores {
@@ -21,8 +24,10 @@ pub struct Stores {
 struct Source {
     store: usize,
     facts: SourceFacts,
-    train: StreamReader,
-    validation: StreamReader,
+    /// Of a bucket: the source that it is cut from.
+    whole: Option<String>,
+    train: SourceStream,
+    validation: SourceStream,
 }
 
 /// The properties of a tokenizer that must be equal in all stores of a curriculum, as text.
@@ -82,9 +87,7 @@ impl Stores {
                     return Err(Fault::usage("one store is named twice")
                         .at(place())
                         .found(format!("also as {}", other.root()))
-                        .hint(
-                            "name it once: `max_epochs` is how often a source may be gone through",
-                        ));
+                        .hint("name it once: `max_epochs` is how often a source may be read"));
                 }
                 return Err(Fault::usage(format!("two stores have a source called {name:?}"))
                     .at(place())
@@ -92,16 +95,71 @@ impl Stores {
                     .hint("rename one in its corpus.toml and build it again"));
             }
             let (tokens, documents) = (record.train.tokens, record.train.documents);
-            let facts = SourceFacts { name, tokens, documents, unit: store.manifest().unit };
+            let facts = SourceFacts {
+                name,
+                tokens,
+                documents,
+                unit: store.manifest().unit,
+                selection: None,
+            };
             self.sources.push(Source {
                 store: number,
                 facts,
-                train: store.stream(index, Split::Train),
-                validation: store.stream(index, Split::Validation),
+                whole: None,
+                train: SourceStream::whole(store.stream(index, Split::Train)),
+                validation: SourceStream::whole(store.stream(index, Split::Validation)),
             });
         }
         self.stores.push(store);
         Ok(())
+    }
+
+    /// Replaces a source by its buckets, whose documents `selections` are by split.
+    pub(crate) fn cut(
+        &mut self,
+        source: &str,
+        buckets: &Buckets,
+        selections: Vec<Vec<Selection>>,
+    ) -> Result<()> {
+        let number = self.number(source).ok_or_else(|| Fault::bug("a source to cut is lost"))?;
+        let Source { store, facts, whole: _, train, validation } = self.sources.remove(number);
+        let mut selections = selections.into_iter().map(Vec::into_iter);
+        let (Some(trained), Some(held_out)) = (selections.next(), selections.next()) else {
+            return Err(Fault::bug("a source has two splits"));
+        };
+        let cut = buckets.all().zip(trained.zip(held_out)).map(|(bucket, (trained, held_out))| {
+            let facts = SourceFacts {
+                name: format!("{source}/{bucket}"),
+                tokens: trained.tokens,
+                documents: trained.documents,
+                unit: facts.unit,
+                selection: Some(trained.digest()),
+            };
+            let (train, validation) = (train.selected(trained), validation.selected(held_out));
+            Source { store, facts, whole: Some(source.to_owned()), train, validation }
+        });
+        let cut: Vec<Source> = cut.collect();
+        self.sources.splice(number..number, cut);
+        self.by_name.clear();
+        for (number, source) in self.sources.iter().enumerate() {
+            let name = source.facts.name.clone();
+            if self.by_name.insert(name.clone(), number).is_some() {
+                return Err(Fault::usage(format!("two sources are called {name:?}"))
+                    .hint("give the bucket another name under `names`"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The names of the sources.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.sources.iter().map(|source| source.facts.name.as_str())
+    }
+
+    /// The source that `name` is a bucket of, or `name` itself.
+    pub fn whole<'a>(&'a self, name: &'a str) -> &'a str {
+        let source = self.number(name).map(|number| &self.sources[number]);
+        source.and_then(|source| source.whole.as_deref()).unwrap_or(name)
     }
 
     /// The facts of each source, for planning.
@@ -115,15 +173,43 @@ impl Stores {
     }
 
     /// A stream of the source called `name`.
-    pub fn stream(&self, name: &str, split: Split) -> Result<&StreamReader> {
+    pub fn stream(&self, name: &str, split: Split) -> Result<&SourceStream> {
         let Some(number) = self.number(name) else {
-            return Err(mixer::unknown(name, self.by_name.keys().map(String::as_str)));
+            return Err(mixer::unknown(name, self.names()));
         };
         let source = &self.sources[number];
         Ok(match split {
             Split::Train => &source.train,
             Split::Validation => &source.validation,
         })
+    }
+
+    /// The documents with an id in the sources that `within` takes: the source's number, and theirs. The ids of a
+    /// stream are read once, however many buckets it has.
+    pub fn find(
+        &self,
+        id: &str,
+        split: Split,
+        within: impl Fn(&str) -> bool,
+    ) -> Result<Vec<(usize, Vec<u64>)>> {
+        let (mut found, mut searched) = (Vec::new(), None::<(&StreamReader, Vec<u64>)>);
+        for (number, name) in self.names().enumerate().filter(|(_, name)| within(name)) {
+            let stream = self.stream(name, split)?;
+            // The buckets of a source are neighbours.
+            let all = match searched.take() {
+                Some((reader, all)) if std::ptr::eq(reader, stream.reader()) => all,
+                _ => stream.reader().find(id)?,
+            };
+            let own = stream.own(&all)?;
+            found.extend((!own.is_empty()).then_some((number, own)));
+            searched = Some((stream.reader(), all));
+        }
+        Ok(found)
+    }
+
+    /// Whether `asked` is a source's name, or that of the source that has it as a bucket.
+    pub fn is_called(&self, name: &str, asked: &str) -> bool {
+        [name, self.whole(name)].contains(&asked)
     }
 
     /// The training documents that `asked`, the value of `flag`, names as `ID`, or as `SOURCE:ID` if several sources
@@ -134,21 +220,25 @@ impl Stores {
         asked: &str,
         only: Option<&str>,
     ) -> Result<Option<(&str, Vec<u64>)>> {
-        let mut found = Vec::new();
-        let names = self.sources.iter().map(|source| source.facts.name.as_str());
-        for name in names.filter(|name| only.is_none_or(|only| only == *name)) {
-            let stream = self.stream(name, Split::Train)?;
-            let mut numbers = stream.find(asked)?;
-            if let Some(own) = asked.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')) {
-                numbers.extend(stream.find(own)?);
+        let within = |name: &str| only.is_none_or(|only| self.is_called(name, only));
+        let found = self.find(asked, Split::Train, within)?;
+        let mut found: BTreeMap<usize, Vec<u64>> = found.into_iter().collect();
+        let called: BTreeSet<&str> =
+            self.names().flat_map(|name| [name, self.whole(name)]).collect();
+        for source in called {
+            let own = asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
+            let of_source = |name: &str| within(name) && self.is_called(name, source);
+            let more = own.map(|id| self.find(id, Split::Train, of_source)).transpose()?;
+            for (number, documents) in more.into_iter().flatten() {
+                found.entry(number).or_default().extend(documents);
             }
-            found.extend((!numbers.is_empty()).then_some((name, numbers)));
         }
+        let name = |number: usize| self.sources[number].facts.name.as_str();
         if found.len() > 1 {
-            let sources: Vec<_> = found.iter().map(|(name, _)| *name).collect();
+            let sources: Vec<_> = found.keys().map(|number| name(*number)).collect();
             return Err(Fault::of_several_sources(flag, asked, &sources));
         }
-        Ok(found.pop())
+        Ok(found.pop_first().map(|(number, documents)| (name(number), documents)))
     }
 
     /// The location of the store that has a source.
@@ -161,6 +251,13 @@ impl Stores {
     /// Plain memory for a batch of `tokens` tokens, reused after it is dropped.
     pub(crate) fn memory(&self, tokens: usize) -> Box<dyn BatchMemory> {
         self.pool.take(tokens)
+    }
+
+    /// Whether documents have a begin token, and an end token.
+    pub(crate) fn held_tokens(&self) -> [bool; 2] {
+        let tokenizer = self.stores.first().map(|store| &store.manifest().tokenizer);
+        let ends = tokenizer.map(|tokenizer| [tokenizer.begin, tokenizer.end]);
+        ends.unwrap_or_default().map(|token| token.is_some())
     }
 
     /// The stores, in the order given.

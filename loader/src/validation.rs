@@ -15,19 +15,20 @@ pub fn windows(stores: &Stores, source: &str, seq_len: u32) -> Result<u64> {
         return Err(Fault::usage("a window needs at least one token"));
     }
     let stream = stores.stream(source, Split::Validation)?;
-    Ok(stream.record().tokens.div_ceil(u64::from(seq_len)))
+    Ok(stream.tokens().div_ceil(u64::from(seq_len)))
 }
 
 /// Up to `rows` windows of a source's validation split from window `first` on; fewer at the end, none past it.
 pub fn batch(stores: &Stores, source: &str, seq_len: u32, first: u64, rows: u64) -> Result<Batch> {
     let end = windows(stores, source, seq_len)?.min(first.saturating_add(rows));
-    let tokens = stores.stream(source, Split::Validation)?.record().tokens;
+    let tokens = stores.stream(source, Split::Validation)?.tokens();
     let number = stores.number(source).unwrap_or_default();
     let sample = |window: u64| {
         let start = window * u64::from(seq_len);
         let tokens = (tokens - start).min(u64::from(seq_len)) as u32;
         SampleSpec {
             banned: Vec::new(),
+            objective: None,
             sample: window,
             phase: 0,
             source: number,

@@ -19,6 +19,7 @@ fn main() {
                 tokens,
                 documents: tokens / 900,
                 unit: 131_072,
+                selection: None,
             }
         })
         .collect();
@@ -35,6 +36,7 @@ fn main() {
     for step in [10, 100_000, 1_000_000, 1_200_000, plan.steps()] {
         questions(&plan, step);
     }
+    seeks(&plan);
     println!("resident memory {before} KiB before the questions, {} KiB after", resident());
 }
 
@@ -57,6 +59,28 @@ fn curriculum() -> String {
         mix(1),
         mix(2)
     )
+}
+
+/// The time from a step's number to the text of a micro-batch of eight sequences, at steps all over the run.
+fn seeks(plan: &DataPlan) {
+    let mut times: Vec<f64> = (0..50_000u64)
+        .map(|i| {
+            // Multiples of the golden ratio: each step is far from the one before.
+            let step = 1 + i.wrapping_mul(0x9e37_79b9_7f4a_7c15) % plan.steps();
+            let started = Instant::now();
+            let spec = plan.step(step).expect("the step is part of the run");
+            let first = spec.first_sample + i % (spec.batch - 8);
+            for sample in first..first + 8 {
+                black_box(plan.sample(sample).expect("the sample is part of the run"));
+            }
+            started.elapsed().as_secs_f64() * 1e6
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    for (name, share) in [("median", 0.5), ("99th percentile", 0.99), ("slowest", 1.0)] {
+        let at = (share * (times.len() - 1) as f64) as usize;
+        println!("{:<44} {:>10.3} us", format!("a seek, {name} of {}", times.len()), times[at]);
+    }
 }
 
 fn questions(plan: &DataPlan, step: u64) {

@@ -31,15 +31,30 @@ struct PlanPrefix<'a> {
 }
 
 impl DataPlan {
-    /// The digest of everything that affects steps 1 to `step`; steps after the plan's last add nothing.
+    /// The digest of everything that affects steps 1 to `step`; steps after the plan's last, and steps whose data is
+    /// not fixed, add nothing.
     pub fn digest_through(&self, step: u64) -> Digest {
-        Digest::of(&PlanPrefix { plan: self, step })
+        Digest::of(&PlanPrefix { plan: self, step: step.min(self.fixed_until) })
     }
 }
 
 impl Digestible for PlanPrefix<'_> {
     fn feed(&self, hasher: &mut Hasher) {
-        let DataPlan { seed, phases, sources, orders: _, packs, bans } = self.plan;
+        let DataPlan {
+            seed,
+            phases,
+            sources,
+            orders: _,
+            packs,
+            objectives,
+            bans,
+            // The weights that follow from losses are in the phases.
+            curriculum: _,
+            reacting: _,
+            windows: _,
+            fixed_until: _,
+            exhausted: _,
+        } = self.plan;
         let begun = phases.iter().take_while(|phase| phase.first_step <= self.step);
         hasher
             .tag("plan")
@@ -56,14 +71,20 @@ impl Digestible for PlanPrefix<'_> {
             }
         }
         // A source that has served nothing yet affects no step so far.
-        let mut facts: Vec<&SourceFacts> =
-            sources.iter().zip(used).filter_map(|(facts, used)| used.then_some(facts)).collect();
-        facts.sort_by(|a, b| a.name.cmp(&b.name));
+        let all = sources.iter().zip(objectives).zip(used);
+        let mut facts: Vec<_> = all.filter_map(|(source, used)| used.then_some(source)).collect();
+        facts.sort_by(|(one, _), (other, _)| one.name.cmp(&other.name));
         hasher.u64(facts.len() as u64);
-        for SourceFacts { name, tokens, documents: _, unit } in facts {
+        for (SourceFacts { name, tokens, documents: _, unit, selection }, objective) in facts {
             hasher.str(name).u64(*tokens).u64(*unit);
+            if let Some(selection) = selection {
+                hasher.tag("selection.v1").digest(*selection);
+            }
             if let Some(packs) = packs.get(name) {
                 hasher.tag("packs.v1").digest(packs.digest());
+            }
+            if let Some(objective) = objective {
+                objective.feed(hasher);
             }
         }
         bans.feed(self.step, sources, hasher);

@@ -88,6 +88,27 @@ impl Mixing {
         counts.iter().zip(before).map(|(count, before)| count - before).collect()
     }
 
+    /// Whether it continues the mix of the segment before.
+    pub(crate) fn continues(&self) -> bool {
+        self.before.0 > 0
+    }
+
+    /// The samples from its first one to the end of its phase.
+    pub(crate) fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// The bound on how far a count is from its weight x samples, or from the integral of its ramp.
+    pub(crate) fn deviation(&self) -> u64 {
+        match &self.weights {
+            MixWeights::Constant(_) => 2,
+            MixWeights::Ramp { from, .. } => {
+                let depth = from.len().next_power_of_two().trailing_zeros();
+                1 + u64::from(depth).div_ceil(2)
+            }
+        }
+    }
+
     /// The sample that is number `ordinal` of `source`, one of those that it has: the inverse of [`Self::pick`].
     pub fn nth(&self, source: usize, ordinal: u64) -> u64 {
         let (first, before) = &self.before;

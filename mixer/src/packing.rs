@@ -28,7 +28,7 @@ pub(crate) enum Segment {
 impl Order {
     /// The order of a source under `seed`; by `packs`, if given.
     pub(crate) fn new(seed: u64, facts: &SourceFacts, packs: Option<&Arc<dyn PackTable>>) -> Self {
-        let SourceFacts { name, tokens, documents: _, unit } = facts;
+        let SourceFacts { name, tokens, unit, .. } = facts;
         match packs {
             Some(table) => Order::Packs(PackOrder::new(seed, name, Arc::clone(table))),
             None => Order::Windows(SourceOrder::new(seed, name, *tokens, *unit)),

@@ -11,11 +11,13 @@ use contract::{Fault, Result};
 use crate::bans::Bans;
 use crate::composition::Composition;
 use crate::mixing::Mixing;
+use crate::objective::Objective;
 use crate::order::Cursor;
 use crate::packing::{Order, Segment};
 use crate::packs::PackTable;
+use crate::reaction::{MixWindow, ReactingSteps};
 use crate::sample::{SampleSpec, SourceFacts, StepSpec};
-use curriculum::RemainderRule;
+use curriculum::{Curriculum, RemainderRule};
 
 /// The packs of sources, by their names.
 pub type PackTables = BTreeMap<String, Arc<dyn PackTable>>;
@@ -30,11 +32,22 @@ pub struct DataPlan {
     pub(crate) orders: Vec<Option<Order>>,
     /// By name: the packs of the sources with packed documents.
     pub(crate) packs: PackTables,
+    /// For each source: what it asks the model to predict, unless that is each next token.
+    pub(crate) objectives: Vec<Option<Arc<Objective>>>,
     pub(crate) bans: Bans,
+    /// Of a plan with mixes that react: what it is planned from, buckets in place of sources.
+    pub(crate) curriculum: Option<Arc<Curriculum>>,
+    /// The steps of those mixes.
+    pub(crate) reacting: Vec<ReactingSteps>,
+    /// Their windows whose weights are known.
+    pub(crate) windows: Vec<MixWindow>,
+    pub(crate) fixed_until: u64,
+    /// Why the steps after these have no data, if a source has too little text for what losses made of a mix.
+    pub(crate) exhausted: Option<Fault>,
 }
 
-/// One segment of the run, resolved: a phase, or the part of one between amendments of its mix and changes of its
-/// batch.
+/// One segment of the run, resolved: a phase, or the part of one between amendments of its mix, changes of its batch
+/// and new weights of a mix that reacts.
 #[derive(Clone, Debug)]
 pub struct PhasePlan {
     /// The phase's name.
@@ -93,7 +106,8 @@ pub struct SourceState {
 }
 
 impl DataPlan {
-    /// The phases in order, split into segments where their mix is amended or their batch changes.
+    /// The phases in order, split into segments where their mix is amended, their batch changes or a mix that reacts
+    /// has new weights.
     pub fn phases(&self) -> &[PhasePlan] {
         &self.phases
     }
@@ -106,6 +120,11 @@ impl DataPlan {
     /// The packs of a source (index into [`DataPlan::sources`]); `None` if its documents are concatenated and cut.
     pub fn packs(&self, source: usize) -> Option<&dyn PackTable> {
         self.packs.get(&self.sources[source].name).map(AsRef::as_ref)
+    }
+
+    /// What a source (index into [`DataPlan::sources`]) asks the model to predict; `None`: each next token.
+    pub fn objective(&self, source: usize) -> Option<&Objective> {
+        self.objectives[source].as_deref()
     }
 
     /// The last step; steps are 1 to this.
@@ -146,16 +165,19 @@ impl DataPlan {
         Ok(phase.first_step + (sample - phase.first_sample) / phase.batch)
     }
 
-    /// Global sample `sample`.
+    /// Global sample `sample`; an error if its data is not fixed.
     pub fn sample(&self, sample: u64) -> Result<SampleSpec> {
         let index = self.phase_of(sample)?;
         let phase = &self.phases[index];
+        self.check_fixed(phase.first_step + (sample - phase.first_sample) / phase.batch)?;
         let (entry, ordinal) = phase.mixing.pick(sample - phase.first_sample);
         let SourceUse { source, segment, .. } = &phase.uses[entry];
         let (epoch, spans) = segment.text(ordinal)?;
         let (source, seq_len) = (*source, phase.seq_len);
         let banned = self.bans.places(source, sample, &spans);
-        Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, spans, banned })
+        let objective = self.objectives[source].clone();
+        let phase = index;
+        Ok(SampleSpec { sample, phase, source, ordinal, epoch, seq_len, spans, banned, objective })
     }
 
     /// The state of a source (index into [`DataPlan::sources`]) before step `step`.

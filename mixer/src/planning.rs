@@ -1,16 +1,22 @@
 //! Builds a plan from a curriculum segment by segment, and refuses what cannot run.
 
+use std::sync::Arc;
+
 use contract::{Fault, Result, UNIT_TOKENS_MAX};
 
 use crate::banning;
 use crate::bans::Bans;
+use crate::dealing;
 use crate::limits;
 use crate::mixing::Mixing;
+use crate::objective::Objective;
 use crate::order::Cursor;
 use crate::packing::Order;
 use crate::packs::PackedLength;
 use crate::plan::{DataPlan, PackTables, PhasePlan, SourceUse};
+use crate::reaction::WindowLosses;
 use crate::sample::{SourceFacts, names, unknown};
+use crate::windows::WindowPlanner;
 use curriculum::{Curriculum, Phase, PhaseSegment};
 
 impl DataPlan {
@@ -25,27 +31,59 @@ impl DataPlan {
         facts: &[SourceFacts],
         packs: PackTables,
     ) -> Result<DataPlan> {
-        check_sources(curriculum, facts)?;
+        let curriculum = dealing::dealt(curriculum, facts)?;
+        check_sources(&curriculum, facts)?;
+        let reacts = curriculum.segments().iter().any(|it| it.spec.mix.reaction().is_some());
         let mut plan = DataPlan {
             seed: curriculum.seed,
             phases: Vec::with_capacity(curriculum.phases.len()),
             sources: facts.to_vec(),
             orders: vec![None; facts.len()],
             packs,
+            objectives: names(facts).map(|name| Objective::of(&curriculum, name)).collect(),
             bans: Bans::default(),
+            curriculum: None,
+            reacting: Vec::new(),
+            windows: Vec::new(),
+            fixed_until: 0,
+            exhausted: None,
         };
-        let mut cursors = vec![Cursor::default(); facts.len()];
-        for segment in &curriculum.segments() {
-            let planned = plan.segment_plan(curriculum, segment, &mut cursors)?;
-            plan.phases.push(planned);
+        plan.plan_phases(&curriculum, &WindowLosses::default())?;
+        limits::check(&plan, &curriculum)?;
+        if let Some(fault) = plan.exhausted {
+            return Err(fault);
         }
-        plan.bans = banning::banned(curriculum, &plan)?;
-        limits::check(&plan, curriculum)?;
+        plan.bans = banning::banned(&curriculum, &plan)?;
+        plan.curriculum = reacts.then(|| Arc::new(curriculum.into_owned()));
         Ok(plan)
     }
 
+    /// Plans all phases. Mixes that react have the windows that follow from `losses`.
+    pub(crate) fn plan_phases(
+        &mut self,
+        curriculum: &Curriculum,
+        losses: &WindowLosses,
+    ) -> Result<()> {
+        let mut cursors = vec![Cursor::default(); self.sources.len()];
+        (self.phases, self.reacting, self.windows) = (Vec::new(), Vec::new(), Vec::new());
+        (self.fixed_until, self.exhausted) = (u64::MAX, None);
+        let segments = curriculum.segments();
+        let mut windows = WindowPlanner { curriculum, segments: &segments, losses, weights: None };
+        for segment in &segments {
+            match segment.spec.mix.reaction() {
+                Some(reaction) => windows.plan(self, segment, reaction, &mut cursors)?,
+                None => {
+                    let planned = self.segment_plan(curriculum, segment, &mut cursors)?;
+                    self.phases.push(planned);
+                }
+            }
+        }
+        self.fixed_until = self.fixed_until.min(self.steps());
+        Ok(())
+    }
+
     /// Plans one segment of a phase and advances the cursors of its sources.
-    fn segment_plan(
+    pub(crate) fn segment_plan(
         &mut self,
         curriculum: &Curriculum,
         segment: &PhaseSegment,
@@ -53,7 +91,8 @@ impl DataPlan {
     ) -> Result<PhasePlan> {
         let PhaseSegment { phase: index, spec: phase, mix_key, mix_before, mix_samples, batch } =
             segment;
-        let weights = phase.mix.weights().expect("checked when the phase was read");
+        let weights = phase.mix.exact_weights();
+        let weights = weights.map_err(|fault| fault.or_at(|| curriculum.place(mix_key)))?;
         let mixing = Mixing::new(&weights, *mix_samples).after(*mix_before);
         let counts = mixing.counts(phase.steps * batch);
         let mut uses = Vec::with_capacity(counts.len());
@@ -90,7 +129,7 @@ impl DataPlan {
     }
 
     /// The source that a mix names; an error if it cannot be used.
-    fn source_of(
+    pub(crate) fn source_of(
         &self,
         curriculum: &Curriculum,
         phase: &Phase,
@@ -102,7 +141,7 @@ impl DataPlan {
         let Some(source) = self.sources.iter().position(|facts| facts.name == name) else {
             return Err(unknown(name, names(&self.sources)).at(place()));
         };
-        let SourceFacts { name: _, tokens, documents: _, unit } = self.sources[source];
+        let SourceFacts { tokens, unit, .. } = self.sources[source];
         if tokens == 0 {
             return Err(
                 Fault::usage(format!("source {name:?} has no text to train on")).at(place())
@@ -150,7 +189,7 @@ fn check_sources(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<()> {
         let what = format!("two stores have a source {:?}", pair[0]);
         return Err(Fault::usage(what).at(store()).wanted("names that are unique over all stores"));
     }
-    for SourceFacts { name, tokens, documents: _, unit } in facts {
+    for SourceFacts { name, tokens, unit, .. } in facts {
         if *tokens > 1 << 62 || !(1..=UNIT_TOKENS_MAX).contains(unit) {
             return Err(Fault::usage(format!("source {name:?} is out of range"))
                 .at(store())
@@ -158,8 +197,11 @@ fn check_sources(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<()> {
                 .wanted("at most 2^62 tokens in units of 1 to 2^40"));
         }
     }
-    match curriculum.sources.keys().find(|name| !names.contains(&name.as_str())) {
-        Some(name) => Err(unknown(name, names).at(curriculum.place(&format!("source.{name}")))),
+    let mut settings = curriculum.sources.iter();
+    match settings.find(|(name, spec)| spec.buckets.is_none() && !names.contains(&name.as_str())) {
+        Some((name, _)) => {
+            Err(unknown(name, names).at(curriculum.place(&format!("source.{name}"))))
+        }
         None => Ok(()),
     }
 }

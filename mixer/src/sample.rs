@@ -1,10 +1,13 @@
 //! The answers of a plan: which text a sample shows, and from where.
 
-use contract::Fault;
+use contract::{Digest, Fault};
 use std::ops::Range;
+use std::sync::Arc;
 
 use contract::UNIT_TOKENS;
 use serde::Deserialize;
+
+use crate::objective::Objective;
 
 /// A run of contiguous tokens of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,6 +48,15 @@ pub struct SampleSpec {
     pub spans: Vec<Span>,
     /// The ranges of the sequence that amendments ban, ascending and disjoint.
     pub banned: Vec<Range<u32>>,
+    /// What its source asks the model to predict; `None`: each next token.
+    pub objective: Option<Arc<Objective>>,
+}
+
+impl SampleSpec {
+    /// What the loss of each of its labels is multiplied by in the gradient.
+    pub fn loss_weight(&self) -> f32 {
+        self.objective.as_ref().map_or(1.0, |objective| objective.factor())
+    }
 }
 
 /// One step, resolved.
@@ -77,6 +89,9 @@ pub struct SourceFacts {
     /// Tokens in a unit.
     #[serde(default = "unit")]
     pub unit: u64,
+    /// Of a bucket: the digest of the selection of its documents. `None` for a whole source, or from a store stub.
+    #[serde(skip)]
+    pub selection: Option<Digest>,
 }
 
 fn unit() -> u64 {

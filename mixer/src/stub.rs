@@ -29,7 +29,7 @@ pub fn store_stub(text: &str, name: &str) -> Result<Option<Vec<SourceFacts>>> {
     let StoreStub { source } = file.parse()?;
     let mut all: Vec<SourceFacts> = Vec::new();
     for facts in source {
-        let SourceFacts { name, tokens: _, documents: _, unit } = facts.get_ref();
+        let SourceFacts { name, tokens: _, documents: _, unit, selection: _ } = facts.get_ref();
         if name.is_empty() || *unit == 0 {
             let fault = file.fault(&facts, "a source needs a name and a unit above zero");
             return Err(fault.found(format!("name {name:?}, unit {unit}")));

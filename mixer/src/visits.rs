@@ -34,7 +34,8 @@ struct Search<'a> {
 }
 
 impl DataPlan {
-    /// Every appearance of tokens `tokens` of `source`, in the order of the run: the inverse of [`DataPlan::sample`].
+    /// Every appearance of tokens `tokens` of `source` in the steps whose data is fixed, in the order of the run: the
+    /// inverse of [`DataPlan::sample`].
     pub fn visits(&self, source: usize, tokens: Range<u64>) -> Result<Vec<Visit>> {
         let Some(facts) = self.sources.get(source) else { return Ok(Vec::new()) };
         let tokens = tokens.start..tokens.end.min(facts.tokens);
@@ -53,6 +54,8 @@ impl DataPlan {
             }
             found = search.found;
         }
+        let fixed = self.fixed_samples();
+        found.retain(|visit| visit.sample < fixed);
         found.sort_unstable();
         Ok(found)
     }

@@ -12,6 +12,7 @@ use contract::{Key, Purpose, draw};
 
 pub(crate) use folder::tree;
 use parquet::arrow::ArrowWriter;
+use parquet::file::properties::WriterProperties;
 
 use crate::python::tests_folder;
 
@@ -128,13 +129,19 @@ pub(crate) fn is_full() -> bool {
     std::env::var_os("FULL").is_some()
 }
 
-/// A Parquet file of columns of text.
+/// A Parquet file of columns of text, in one row group.
 pub(crate) fn parquet(columns: &[(&str, Vec<String>)]) -> Vec<u8> {
+    parquet_in_groups(columns, 1 << 20)
+}
+
+/// The same in row groups of so many rows.
+pub(crate) fn parquet_in_groups(columns: &[(&str, Vec<String>)], rows: usize) -> Vec<u8> {
     let array = |texts: &Vec<String>| Arc::new(StringArray::from_iter_values(texts)) as ArrayRef;
     let columns = columns.iter().map(|(name, texts)| (*name, array(texts)));
     let batch = RecordBatch::try_from_iter(columns).unwrap();
+    let rows = WriterProperties::builder().set_max_row_group_row_count(Some(rows)).build();
     let mut bytes = Vec::new();
-    let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), None).unwrap();
+    let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), Some(rows)).unwrap();
     writer.write(&batch).unwrap();
     writer.close().unwrap();
     bytes

@@ -48,6 +48,7 @@ fn micro_batches<'a>(
             positions: &columns.positions[at.clone()],
             mask: &columns.mask[at],
             boundaries: &boundaries[row..=row],
+            weights: &[],
             rows: 1,
             seq_len: SEQ_LEN,
         }

@@ -46,6 +46,7 @@ impl MicroBatch {
             positions: &self.positions,
             mask,
             boundaries: &self.boundaries,
+            weights: &[],
             rows,
             seq_len,
         }

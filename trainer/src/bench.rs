@@ -227,7 +227,7 @@ pub fn step(
     memory::refuse(spec, demand, team.group.nodes(), rank, device)?;
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
-    let (before, _) = memory::resident();
+    let (before, _) = storage::process::resident();
     let mut state = State::begin(spec, device, Ownership::new(spec, rank, world), workers)?;
     share::weights(team, &state)?;
     for number in 1..=warm_up {
@@ -266,7 +266,7 @@ pub fn step(
         uneven(cx, number, &mut dealt)?;
     }
     table.uneven = if dealt[1] > 0.0 { dealt[0] / dealt[1] - 1.0 } else { 0.0 };
-    let (tensors, (_, most)) = (kernels::memory::most(), memory::resident());
+    let (tensors, (_, most)) = (kernels::memory::most(), storage::process::resident());
     let on_device = kernels::memory::most_on(device).map_err(refused)?;
     let sizes = [before, most, tensors, on_device];
     table.memory = memory_of_all(cx, state.owners.pieces(), warm_up + 1, sizes)?;

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use contract::{Fault, Result, shell, words};
-use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange};
+use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange, ScheduleKind};
 use mixer::Curriculum;
 use store::Location;
 
@@ -33,10 +33,11 @@ pub struct WhatIfChange {
 pub type DocumentsBySource = BTreeMap<String, BTreeSet<u64>>;
 
 impl WhatIfChange {
-    /// Whether `asked` names the document `id` of `source`: `ID`, or `SOURCE:ID` where several sources have that id.
-    pub(crate) fn drops(asked: &str, source: &str, id: &str) -> bool {
-        let of_source = asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
-        asked == id || of_source == Some(id)
+    /// Whether `asked` names the document `id` of a source, by its name or that of the source that has it as a bucket:
+    /// `ID`, or `SOURCE:ID` where several sources have that id.
+    pub(crate) fn drops(asked: &str, names: [&str; 2], id: &str) -> bool {
+        let of = |source| asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
+        asked == id || names.map(of).contains(&Some(id))
     }
 
     /// Refuses an argument that names documents of several sources; `found` maps each argument to the sources that have
@@ -65,7 +66,8 @@ impl WhatIfChange {
         let (mut curriculum, step) = (spec.curriculum.clone(), steps.start);
         let numbers = self.numbers(spec, step)?;
         if let Some(lr) = self.lr {
-            scale_later(&mut curriculum, step, lr / rate_at(spec, step));
+            let held = !scales(spec, step);
+            scale_later(&mut curriculum, step, lr / rate_at(spec, step), held);
         }
         // The change applies to all of these steps, so later amendments must not undo it.
         for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
@@ -82,10 +84,14 @@ impl WhatIfChange {
         for source in &self.drop_sources {
             let dropped = curriculum.drop_source(source, steps.clone());
             if !dropped.map_err(|fault| fault.at(format!("--drop-source {source}")))? {
-                let sources = spec.plan.sources().iter().map(|facts| facts.name.as_str());
+                // A mix may name a source whose buckets the plan has: their shares are its curve's.
+                let segments = spec.curriculum.segments();
+                let sources: BTreeSet<_> =
+                    segments.iter().flat_map(|segment| segment.spec.mix.sources()).collect();
                 let last = (steps.end - 1).min(spec.plan.steps());
                 let what = format!("no mix of {} has source {source:?}", words::steps(step, last));
-                let others: Vec<_> = sources.filter(|name| name != source).collect();
+                let others = sources.into_iter().filter(|name| *name != source);
+                let others: Vec<_> = others.map(String::as_str).collect();
                 let others =
                     if others.is_empty() { "no other".to_owned() } else { others.join(", ") };
                 return Err(Fault::usage(what)
@@ -102,7 +108,7 @@ impl WhatIfChange {
         if let Some(lr) = self.lr {
             let now = spec.settings_at(step).schedule;
             let rate = rate_at(spec, step);
-            if rate > 0.0 {
+            if scales(spec, step) {
                 // One factor on the peak and the final rate keeps the shape.
                 let peak = now.peak * (lr / rate);
                 if !peak.is_finite() {
@@ -112,11 +118,12 @@ impl WhatIfChange {
                         .found(format!("{lr:e}, where the run has {rate:e}")));
                 }
                 optimizer.lr = Some(peak);
-                schedule.final_lr = (now.decay_steps > 0).then_some(now.last * (lr / rate));
+                let last = now.spec.effective().final_lr;
+                schedule.final_lr = last.map(|last| last * (lr / rate));
             } else {
-                // A rate of 0 cannot be scaled: the new rate is constant from here on.
+                // The new rate is constant, up to the next phase with a schedule of its own.
                 optimizer.lr = Some(lr);
-                (schedule.warmup_steps, schedule.decay_steps) = (Some(0), Some(0));
+                (schedule.kind, schedule.warmup_steps) = (Some(ScheduleKind::Constant), Some(0));
             }
         }
         let dtype = self.fp32.then_some(Dtype::F32);
@@ -135,7 +142,7 @@ impl WhatIfChange {
             .map(|source| format!("without source {source:?}, whose place the others take"));
         let numbers = [
             lr.map(|lr| {
-                format!("with learning rate {lr:e} in the first step, and in proportion later")
+                format!("with learning rate {lr:e} in the first step, and in proportion later where that can be")
             }),
             clip.map(|clip| format!("with gradients clipped at {clip:e}")),
             fp32.then(|| "computed in f32".to_owned()),
@@ -164,19 +171,50 @@ pub(crate) fn rate_at(spec: &RunSpec, step: u64) -> f64 {
     spec.settings_at(step).schedule.rate(step)
 }
 
-/// Multiplies the rates of amendments after `step` by `factor`, as the change does with the rate in force. Where that
-/// rate was 0, the factor is not finite: then the new rate stays constant, and the rates of these amendments are
-/// dropped.
-fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64) {
-    for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
+/// Whether one factor on the peak and the final rate scales the rates from `step` on: not a rate of 0, and not a
+/// warm-up from the rate before a phase, which no factor reaches, now or by a later amendment.
+fn scales(spec: &RunSpec, step: u64) -> bool {
+    let (curriculum, schedule) = (&spec.curriculum, spec.settings_at(step).schedule);
+    let origin = schedule.origin;
+    let warms = |one: &Amendment| {
+        let later = one.step > step && one.numbers.schedule.warmup_steps.is_some();
+        later && curriculum.numbers_at(one.step).origin == origin
+    };
+    let warm = schedule.is_warming_up(step) || curriculum.amendments.iter().any(warms);
+    schedule.rate(step) > 0.0 && (!warm || origin.rate == 0.0)
+}
+
+/// Multiplies the rates of amendments and phases after `step` by `factor`, as the change does with the rate in force.
+/// If the new rate is `held` instead, drops the amendments of its schedule; and where the factor is not finite, since
+/// that rate was 0, all later rates.
+fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64, held: bool) {
+    let origin = curriculum.numbers_at(step).origin;
+    let origins: Vec<_> =
+        curriculum.amendments.iter().map(|one| curriculum.numbers_at(one.step).origin).collect();
+    for (later, at) in curriculum.amendments.iter_mut().zip(origins) {
         let NumbersChange { optimizer, schedule, .. } = &mut later.numbers;
-        if factor.is_finite() {
-            let rates = [&mut optimizer.lr, &mut schedule.final_lr];
-            rates.into_iter().flatten().for_each(|rate| *rate *= factor);
-        } else {
-            optimizer.lr = None;
-            *schedule = ScheduleChange::default();
+        match later.step > step {
+            false => {}
+            true if !factor.is_finite() || (held && at == origin) => {
+                optimizer.lr = None;
+                *schedule = ScheduleChange::default();
+            }
+            true => {
+                let rates = [&mut optimizer.lr, &mut schedule.final_lr];
+                rates.into_iter().flatten().for_each(|rate| *rate *= factor);
+            }
         }
+    }
+    let mut first = 1;
+    for phase in &mut curriculum.phases {
+        if first > step && factor.is_finite() {
+            let schedule = phase.schedule.as_mut();
+            let rates = schedule.map(|own| [own.lr.as_mut(), own.spec.final_lr.as_mut()]);
+            rates.into_iter().flatten().flatten().for_each(|rate| *rate *= factor);
+        } else if first > step {
+            phase.schedule = None;
+        }
+        first += phase.steps;
     }
 }
 

@@ -10,6 +10,7 @@ use loader::PrefetchOptions;
 use store::Location;
 
 use crate::checkpoint::{Retention, SnapshotOptions};
+use crate::evaluate::Task;
 use crate::memory::MachineDemand;
 use crate::mesh::{Degrees, GradReduce};
 use crate::validate::Validation;
@@ -24,6 +25,8 @@ pub struct ExecOptions {
     pub prefetch: PrefetchOptions,
     /// When the validation loss is computed; it is only reported.
     pub validation: Validation,
+    /// Tasks that are scored when the validation loss is computed.
+    pub tasks: Arc<[Task]>,
     /// How many ranks may share the sequences of a micro-batch, and shard weights for each other: each phase uses the
     /// largest degree that its shape allows.
     pub degrees: Degrees,
@@ -46,7 +49,7 @@ pub struct ExecOptions {
     pub checkpoint_timeout: Duration,
     /// Whether to recompute from the first step if no checkpoint can be used.
     pub restart: bool,
-    /// Where checkpoints are stored if not in the run's folder: another folder, or `s3://bucket/key`.
+    /// Where checkpoints are stored if not in the run's folder: another folder, or a place in a bucket.
     pub checkpoints: Option<Location>,
     /// States kept in memory, to be written when a loss jumps.
     pub snapshots: SnapshotOptions,
@@ -73,6 +76,7 @@ impl ExecOptions {
             workers: Workers::available(),
             prefetch: PrefetchOptions::default(),
             validation: Validation { every: 50, windows: 16 },
+            tasks: Arc::default(),
             degrees: Degrees::ALONE,
             grad_reduce: GradReduce::default(),
             flat: false,

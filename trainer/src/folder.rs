@@ -362,7 +362,7 @@ impl RunFolder {
     /// Refuses a folder with checkpoints and no ledger: a new ledger would not match them.
     fn refuse_bereft(&self) -> Result<()> {
         let Some(step) = events::kept(&self.events()) else { return Ok(()) };
-        Err(Fault::data("this run's ledger is gone")
+        Err(Fault::data("this run's ledger is missing")
             .at(self.ledger().display().to_string())
             .wanted(format!("that of the checkpoint step-{step}, by {}", self.events().display()))
             .hint(RESTORE))
@@ -384,25 +384,26 @@ impl RunFolder {
             return Ok((vec![found], Vec::new()));
         };
         let recorded = ledger.unwrap_or(0);
-        let of_step = |step| spec.curriculum.amendments.iter().any(|one| one.step == step);
-        let lost = last.amendments.iter().find(|one| one.step > recorded && !of_step(one.step));
+        let of_step = |step| spec.curriculum.amendments.iter().any(|kept| kept.step == step);
+        let lost = last.amendments.iter().find(|edit| edit.step > recorded && !of_step(edit.step));
         if let (Some(lost), Some(_)) = (lost, ledger) {
-            let (own, root) = (shell::path(&path), shell::path(&self.root));
+            let (edited, root) = (shell::path(&path), shell::path(&self.root));
             return Err(Fault::usage(format!(
                 "the run's own curriculum amends step {}, and this one does not",
                 lost.step
             ))
             .at(path.display().to_string())
             .hint(format!(
-                "go on with `ztrain --curriculum {own} --out {root}`, or take the amendment out of that file first"
+                "continue with `ztrain --curriculum {edited} --out {root}`, or take the amendment out of that file first"
             )));
         }
+        let differences = last.difference(&spec.curriculum).into_iter();
         let (by_hand, edits): (Vec<_>, Vec<_>) =
-            last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
+            differences.partition(|edit| edit.first_step <= recorded);
         let texts =
             |list: Vec<CurriculumDifference>| list.iter().map(ToString::to_string).collect();
         Ok((
-            by_hand.into_iter().map(|it| format!("{} = {}", it.key, it.wanted)).collect(),
+            by_hand.into_iter().map(|edit| format!("{} = {}", edit.key, edit.wanted)).collect(),
             texts(edits),
         ))
     }
@@ -411,7 +412,7 @@ impl RunFolder {
     pub(crate) fn write_curriculum(&self, spec: &RunSpec, source: &Location) -> Result<()> {
         let mut resolved = spec.curriculum.clone();
         let folder = source.folder();
-        let added = resolved.amendments.iter_mut().filter_map(|one| one.store.as_mut());
+        let added = resolved.amendments.iter_mut().filter_map(|amendment| amendment.store.as_mut());
         let named = resolved.stores.iter_mut().chain(added.map(|store| &mut store.path));
         for store in named {
             *store = match storage::resolve(&folder, store)? {
@@ -475,8 +476,8 @@ pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -
         .found(&first.found)
         .wanted(format!("{}, as in {}", first.wanted, path.display()))
         .hint(
-            "the run's own curriculum was edited since: `ztrain --curriculum FILE --out RUN` with the file that the run \
-             goes on by puts it right",
+            "run.toml was edited since: `ztrain --curriculum FILE --out RUN`, with the file that the run \
+             continues with, writes it again",
         )),
     }
 }
@@ -525,30 +526,30 @@ fn compare_heads(begun: &LedgerHead, now: &LedgerHead, path: &Path) -> Result<()
             }
         };
         let shown = |value: String| if value == "null" { "not set".to_owned() } else { value };
-        let fault = other(&format!("the kernel table's {key}"), shown(after), shown(before), path);
+        let fault = unlike(&format!("the kernel table's {key}"), shown(after), shown(before), path);
         return Err(fault.hint(hint));
     }
     Ok(())
 }
 
-fn other(what: &str, found: String, wanted: String, path: &Path) -> Fault {
+fn unlike(what: &str, found: String, wanted: String, path: &Path) -> Fault {
     let fault = Fault::mismatch(format!("{what} is not the one that this run began with"));
     fault.at(path.display().to_string()).found(found).wanted(wanted)
 }
 
 /// Refuses other data or another model than the ledger's.
 pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path) -> Result<()> {
-    let mismatch =
-        |what: &str, found: String, wanted: String| Err(other(what, found, wanted, path));
+    let refused =
+        |what: &str, found: String, wanted: String| Err(unlike(what, found, wanted, path));
     mixer::check_version(begun.plan).map_err(|fault| fault.at(path.display().to_string()))?;
     if begun.tokenizer != now.tokenizer {
-        return mismatch("the tokenizer", now.tokenizer.to_string(), begun.tokenizer.to_string());
+        return refused("the tokenizer", now.tokenizer.to_string(), begun.tokenizer.to_string());
     }
     let text = |stores: &[contract::Identity]| {
         stores.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     };
     if begun.stores != now.stores {
-        let fault = other("the content of a store", text(&now.stores), text(&begun.stores), path);
+        let fault = unlike("the content of a store", text(&now.stores), text(&begun.stores), path);
         let sorted = |stores: &[contract::Identity]| {
             let mut stores = stores.to_vec();
             stores.sort_unstable();
@@ -556,11 +557,11 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
         };
         if sorted(&begun.stores) == sorted(&now.stores) {
             let what = "the order of the stores";
-            return Err(other(what, text(&now.stores), text(&begun.stores), path)
+            return Err(unlike(what, text(&now.stores), text(&begun.stores), path)
                 .hint("write `stores` in the order that the run began with"));
         }
         if now.stores.starts_with(&begun.stores) {
-            return Err(other("the list of stores", text(&now.stores), text(&begun.stores), path)
+            return Err(unlike("the list of stores", text(&now.stores), text(&begun.stores), path)
                 .hint("leave the further store out, and add it from a step on: zdata amend --step N --store STORE"));
         }
         let pairs = begun.stores.iter().zip(&now.stores);
@@ -575,11 +576,11 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
         line.unwrap_or("random").to_owned()
     };
     if start(begun) != start(now) {
-        return mismatch("the set of initial weights", start(now), start(begun));
+        return refused("the set of initial weights", start(now), start(begun));
     }
     if begun.parameters != now.parameters {
         let count = |head: &LedgerHead| format!("{} tensors", head.parameters.len());
-        return mismatch("the list of the model's parameters", count(now), count(begun));
+        return refused("the list of the model's parameters", count(now), count(begun));
     }
     Ok(())
 }

@@ -105,10 +105,12 @@ pub fn fork(request: &ForkRequest<'_>, table: &KernelTable) -> Result<Forked> {
     let within =
         |folder: &Path| Some(folder.canonicalize().ok()?.starts_with(run.canonicalize().ok()?));
     if within(folder).unwrap_or(false) {
-        return Err(Fault::usage("a fork lies beside its run, of which nothing is written")
-            .at("--out")
-            .found(out.display())
-            .wanted(format!("a place outside of {}", run.display())));
+        return Err(Fault::usage(
+            "a fork is a folder outside its run, whose folder stays as it is",
+        )
+        .at("--out")
+        .found(out.display())
+        .wanted(format!("a place outside of {}", run.display())));
     }
     let old = OriginalRun::open(run, stores, table)?;
     old.check(step)?;

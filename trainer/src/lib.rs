@@ -10,7 +10,8 @@
 //! - [`plan`] predicts what a run will need before it allocates, [`sizing`] how fast it will be and on which machines.
 //! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
 //! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
-//!   curves, [`validate`] computes the validation loss, [`progress`] prints a line for each step.
+//!   curves, [`validate`] computes the validation loss, [`evaluate`] scores tasks, [`progress`] prints a line for each
+//!   step.
 //! - [`report`] shows a run to people: a table, odd steps with their causes, a page.
 //!
 //! Invariant: step N is a function of the run and N. It does not depend on workers, threads, prefetching, checkpoints,
@@ -24,6 +25,7 @@ pub mod change;
 pub mod chart;
 pub mod checkpoint;
 pub mod compare;
+pub mod evaluate;
 pub mod events;
 pub mod exec;
 pub mod explain;
@@ -38,8 +40,10 @@ pub mod mesh;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+mod passes;
 pub mod plan;
 pub mod progress;
+mod reaction;
 pub mod refusal;
 pub mod replay;
 pub mod report;

@@ -75,7 +75,7 @@ struct RankMemoryUse<'a> {
 
 impl RankMemoryUse<'_> {
     /// Its pieces of the gradients that are reduced along the line.
-    fn own(&self) -> impl Iterator<Item = &ParamShard> {
+    fn shards(&self) -> impl Iterator<Item = &ParamShard> {
         self.line.own[self.rank as usize].iter().map(|at| &self.line.pieces[*at])
     }
 
@@ -210,8 +210,8 @@ impl Ranks<'_> {
 fn holds(spec: &RunSpec, dtype: Dtype, holder: &RankMemoryUse<'_>) -> MemoryUse {
     let always = always(spec, dtype, holder);
     let Ranks { workers, activations: [most, last], flight, .. } = holder.ranks;
-    let own = holder.part().iter().map(|part| part.end - part.start).sum::<u64>();
-    let workers = own.min(workers.count() as u64);
+    let assigned = holder.part().iter().map(|part| part.end - part.start).sum::<u64>();
+    let workers = assigned.min(workers.count() as u64);
     let travelling = GradientsInTransit::new(holder);
     let first = MemoryUse {
         activations: workers * most,
@@ -237,15 +237,15 @@ fn holds(spec: &RunSpec, dtype: Dtype, holder: &RankMemoryUse<'_>) -> MemoryUse 
 /// What is always held: the state.
 fn always(spec: &RunSpec, dtype: Dtype, holder: &RankMemoryUse<'_>) -> MemoryUse {
     let (mut masters, mut moments) = (0, 0);
-    for piece in holder.own() {
+    for piece in holder.shards() {
         let bytes = 4 * piece.length() as u64;
         let narrow = spec.parameters[piece.tensor].kind(dtype) != Kind::Float;
         masters += if narrow || holder.fold.cuts(piece.tensor) { bytes } else { 0 };
         moments += bytes * (1 + u64::from(piece.rule.has_second_moment()));
     }
-    let held = |(tensor, one): (usize, &ParamSpec)| {
+    let held = |(tensor, parameter): (usize, &ParamSpec)| {
         let cut = holder.fold.length(tensor).map(|length| length as u64);
-        width(one, dtype) * cut.unwrap_or_else(|| one.elements())
+        width(parameter, dtype) * cut.unwrap_or_else(|| parameter.elements())
     };
     let weights = spec.parameters.iter().enumerate().map(held).sum();
     MemoryUse { weights, masters, moments, ..MemoryUse::default() }
@@ -258,8 +258,8 @@ fn width(parameter: &ParamSpec, dtype: Dtype) -> u64 {
 
 /// Bytes of a micro-batch's gradient as a device computes it; the embedding's is a sum in f32.
 fn leaf_bytes(spec: &RunSpec, dtype: Dtype) -> u64 {
-    let bytes = |(at, one): (usize, &ParamSpec)| {
-        one.elements() * if at == 0 { 4 } else { width(one, dtype) }
+    let bytes = |(at, parameter): (usize, &ParamSpec)| {
+        parameter.elements() * if at == 0 { 4 } else { width(parameter, dtype) }
     };
     spec.parameters.iter().enumerate().map(bytes).sum()
 }
@@ -275,10 +275,10 @@ struct GradientsInProgress {
 impl GradientsInProgress {
     fn new(spec: &RunSpec, chunks: u64, ranks: u64) -> Self {
         let layers = ledger::layers(&spec.names());
-        let bytes = |one: &Range<usize>| -> u64 {
-            spec.parameters[one.clone()].iter().map(|one| 4 * one.elements()).sum()
+        let bytes = |layer: &Range<usize>| -> u64 {
+            spec.parameters[layer.clone()].iter().map(|parameter| 4 * parameter.elements()).sum()
         };
-        let embedding = spec.parameters.first().map_or(0, |one| 4 * one.elements());
+        let embedding = spec.parameters.first().map_or(0, |first| 4 * first.elements());
         let numbered = layers.iter().skip(1).map(|layer| bytes(&layer.parameters));
         let layer = numbered.max().unwrap_or(0);
         // With several chunks: the current gradient and a waiting sum at each level of their tree; the head's sum waits
@@ -298,11 +298,11 @@ impl GradientsInProgress {
 /// While Muon updates matrices, it needs memory for their directions and iterations in addition to the sum.
 fn updating(always: MemoryUse, holder: &RankMemoryUse<'_>) -> MemoryUse {
     if let Some(form) = holder.ranks.together {
-        let moved = holder.own().map(|piece| (piece.rule, &piece.shape[..]));
+        let moved = holder.shards().map(|piece| (piece.rule, &piece.shape[..]));
         return MemoryUse { sums: 4 * holder.length() + together::bytes(moved, form), ..always };
     }
     let matrix = |piece: &&ParamShard| !matches!(piece.rule, OptimizerRule::AdamW { .. });
-    let matrices = holder.own().filter(matrix);
+    let matrices = holder.shards().filter(matrix);
     let bytes = matrices.map(|piece| {
         let [.., rows, columns] = piece.shape[..] else { return 0 };
         4 * (rows * columns) as u64
@@ -327,11 +327,11 @@ fn sharing(
     let bytes =
         |piece: &ParamShard| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
     let cut = |piece: &&ParamShard| holder.fold.cuts(piece.tensor);
-    let shards: u64 = holder.own().filter(cut).map(bytes).sum();
-    let owned: u64 = holder.own().map(bytes).sum();
+    let shards: u64 = holder.shards().filter(cut).map(bytes).sum();
+    let owned: u64 = holder.shards().map(bytes).sum();
     // Of the shards of its own pieces a rank keeps its share.
-    let own = owned - shards + shards / u64::from(holder.fold.degree());
-    MemoryUse { sent: owned, received: always.weights.saturating_sub(own), ..always }
+    let kept = owned - shards + shards / u64::from(holder.fold.degree());
+    MemoryUse { sent: owned, received: always.weights.saturating_sub(kept), ..always }
 }
 
 /// What the ranks of a machine will hold, for any command that computes steps.
@@ -356,8 +356,8 @@ pub(crate) struct MachineDemand {
 impl MachineDemand {
     /// Bytes of a rank's largest number of copies of its pieces.
     fn copied(self, pieces: &[ParamShard], rank: u32) -> u64 {
-        let own = pieces.iter().filter(|piece| piece.owner == rank);
-        own.map(ParamShard::kept).sum::<u64>().saturating_mul(self.copies)
+        let owned = pieces.iter().filter(|piece| piece.owner == rank);
+        owned.map(ParamShard::kept).sum::<u64>().saturating_mul(self.copies)
     }
 }
 
@@ -440,7 +440,7 @@ fn too_large(
     Fault::machine("this run needs more memory than the machine has, or leaves this job")
         .at(format!("phase {phase:?}"))
         .found(format!(
-            "{} for {} on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
+            "{} for {} on this machine; this rank alone: weights {}, moments {}, activations {}, gradients {}, \
              exchanged {}, copies of the state {}",
             size(needed),
             counted(ranks, "rank"),
@@ -561,17 +561,6 @@ impl GradientsInTransit {
         let GradientsInTransit { sent, received, sums, .. } = *self;
         MemoryUse { sent: sent[0], received, sums, ..always }
     }
-}
-
-/// The resident size of this process: now, and at its peak. 0 where the system does not report it.
-pub fn resident() -> (u64, u64) {
-    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let field = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name));
-        let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-        kilobytes.unwrap_or(0) << 10
-    };
-    (field("VmRSS:"), field("VmHWM:"))
 }
 
 #[cfg(test)]

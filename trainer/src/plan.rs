@@ -58,6 +58,8 @@ pub struct Fleet {
 pub struct RunNeeds {
     /// The number of trainable parameters.
     pub parameters: u64,
+    /// How many of them compute a token: of the experts those that it is routed to.
+    pub active_parameters: u64,
     /// The number of ranks in the plan.
     pub ranks: u32,
     /// The number of machines.
@@ -73,6 +75,9 @@ pub struct RunNeeds {
     /// Steps without any label, as far as the caller looked: [`loader::steps_without_labels`].
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub without_labels: Vec<u64>,
+    /// The last step whose data is fixed, where a mix reacts to the loss.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fixed_until: Option<u64>,
     /// A checkpoint.
     pub checkpoint: CheckpointNeeds,
     /// What `ztrain --replicate` would add.
@@ -167,6 +172,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
     });
     Ok(RunNeeds {
         parameters: spec.parameters.iter().map(model::ParamSpec::elements).sum(),
+        active_parameters: model::active_parameters(spec.config(), &spec.parameters),
         ranks: fleet.ranks,
         machines: fleet.ranks.div_ceil(fleet.ranks_per_node),
         device: fleet.device.clone(),
@@ -175,6 +181,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
         ledger_bytes: phases.iter().map(|phase| phase.steps * phase.ledger_bytes).sum(),
         phases,
         without_labels: Vec::new(),
+        fixed_until: Some(spec.plan.fixed_until()).filter(|last| *last < spec.plan.steps()),
         checkpoint,
         replicas: replicas(&pieces, &names),
     })
@@ -249,7 +256,8 @@ fn phase_needs(
     let micro_batches = step.batch / step.micro_batch;
     let tokens = step.batch * u64::from(step.seq_len);
     let pairs = step.batch * model::causal_pairs(&[0], step.seq_len);
-    let routed = vec![tokens; config.num_hidden_layers as usize];
+    let routed = tokens * config.num_experts_per_tok as u64;
+    let routed = vec![routed; config.num_hidden_layers as usize];
     Ok(PhaseNeeds {
         name,
         steps: last + 1 - first,
@@ -399,7 +407,8 @@ fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
     let (placed, config) = (spec.plan.step(step)?, &spec.model_at(step)?.config);
     let tokens = placed.batch * u64::from(placed.seq_len);
     let labels = placed.micro_batch * u64::from(placed.seq_len);
-    let router = |classes: usize| vec![tokens / classes.max(1) as u64; classes];
+    let routed = tokens * config.num_experts_per_tok as u64;
+    let router = |classes: usize| vec![routed / classes.max(1) as u64; classes];
     let words = |count: usize| Packed(vec![u64::MAX; count]);
     let guard = &spec.settings.guard;
     let layers = ledger::layers(&spec.names()).len();
@@ -428,6 +437,7 @@ fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
         layer_update_norms: words(layers),
         weight_checksums: words(spec.parameters.len()),
         state_digest: Digest(u128::MAX),
+        mix_weights: None,
         curriculum: None,
     };
     let line = serde_json::to_string(&record).map_err(|error| Fault::bug(error.to_string()))?;

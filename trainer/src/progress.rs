@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use contract::counted;
 use contract::terminal::name;
 
+use crate::evaluate::TaskScore;
 use crate::ledger::StepRecord;
 use crate::metrics::{DataStall, share};
 use crate::optim::guard::Skipped;
@@ -37,6 +38,14 @@ impl ProgressPrinter {
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) {
         if self.shown {
             contract::note!("{}", validation_line(step, sources));
+        }
+        self.last = Instant::now();
+    }
+
+    /// Prints the scores of tasks. Their time does not count for any step.
+    pub fn evaluation(&mut self, step: u64, scores: &[TaskScore]) {
+        if self.shown {
+            contract::note!("{}", evaluation_line(step, scores));
         }
         self.last = Instant::now();
     }
@@ -80,12 +89,24 @@ impl ProgressPrinter {
 fn stall_line(stall: &DataStall) -> String {
     let DataStall { steps, first, taken, .. } = stall;
     format!(
-        "data stall: {:.1}% of {:.1} s, the time of {}; {:.3} s before the first",
+        "data stall: waited {:.1}% of {:.1} s ({}) for batches; {:.3} s for the first",
         100.0 * stall.share(),
         taken.as_secs_f64(),
         counted(steps.saturating_sub(1), "step"),
         first.as_secs_f64()
     )
+}
+
+/// Each task's accuracy, and by characters of the choices where there are any.
+fn evaluation_line(step: u64, scores: &[TaskScore]) -> String {
+    let mut line = format!("evaluation after step {step}");
+    for score in scores {
+        line += &format!(" | {} {:.4}", name(&score.task), score.accuracy());
+        if let Some(norm) = score.accuracy_norm() {
+            line += &format!(" (norm {norm:.4})");
+        }
+    }
+    line
 }
 
 /// The validation losses, the mean over all sources first.
@@ -121,9 +142,10 @@ mod tests {
     fn the_total_of_waiting_leaves_the_first_step_out() {
         let [first, waited] = [9000, 541].map(Duration::from_micros);
         let stall = DataStall { steps: 24, first, waited, taken: Duration::from_millis(54_100) };
-        let wanted = "data stall: 0.0% of 54.1 s, the time of 23 steps; 0.009 s before the first";
+        let wanted =
+            "data stall: waited 0.0% of 54.1 s (23 steps) for batches; 0.009 s for the first";
         assert_eq!(stall_line(&stall), wanted);
         let slow = DataStall { waited: 100 * stall.waited, ..stall };
-        assert!(stall_line(&slow).starts_with("data stall: 0.1% of"));
+        assert!(stall_line(&slow).starts_with("data stall: waited 0.1% of"));
     }
 }

@@ -29,7 +29,7 @@ pub(crate) fn values<T: Element + Copy>(tensor: &Tensor) -> Result<Vec<T>> {
 /// The fault if a rank cannot be reached: the machine is at fault, not the run.
 pub fn lost(error: Error) -> Fault {
     let again =
-        "run the same command again, with as many ranks as you like: it goes on where it stopped";
+        "run the same command again, with any number of ranks: it continues where it stopped";
     match error {
         Error::Missing { what } => Fault::machine(what).hint(again),
         Error::Mistaken { what } => Fault::usage(what),
@@ -72,7 +72,7 @@ pub(crate) fn refused(error: impl Into<Error>) -> Fault {
 
 fn no_memory(message: &str) -> Fault {
     Fault::machine("there is not enough memory").found(message).hint(
-        "use fewer workers or smaller micro-batches; the same command goes on where it stopped",
+        "use fewer workers or smaller micro-batches; the same command continues where it stopped",
     )
 }
 

@@ -5,15 +5,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
-use curriculum::{Dtype, ModelTable, NewtonSchulzForm, OptimizerKind};
+use curriculum::{Dtype, ModelTable, NewtonSchulzForm, OptimizerKind, ParamGroup};
+use globset::Glob;
 use loader::{OpenedCurriculum, Stores};
 use mixer::{Curriculum, DataPlan};
 
 use crate::hf::InitialModel;
-use crate::model::{self, Cut, ParamSpec, ZayaConfig};
+use crate::model::{self, Cut, ParamSpec, SkipOutput, ZayaConfig};
 use crate::optim::balance::{self, RouterBalance};
 use crate::optim::guard::SpikePolicy;
-use crate::optim::{MatrixOptimizer, OptimizerRule, OptimizerSettings};
+use crate::optim::{MatrixOptimizer, OptimizerRule, OptimizerSettings, ParamScales};
 
 /// The one field of the model that is ours: the learning rate of the balancing biases.
 const BALANCE_LR: &str = "balance_lr";
@@ -47,6 +48,7 @@ pub struct PhaseModel {
 }
 
 /// A run, resolved.
+#[derive(Clone)]
 pub struct RunSpec {
     /// The curriculum, as read.
     pub curriculum: Curriculum,
@@ -62,7 +64,9 @@ pub struct RunSpec {
     pub parameters: Vec<ParamSpec>,
     /// How each is updated.
     pub rules: Vec<OptimizerRule>,
-    /// Which text each step reads.
+    /// The numbers of each alone.
+    pub scales: Vec<ParamScales>,
+    /// Which text each step reads; where a mix reacts to the loss, as far as losses have fixed it.
     pub plan: Arc<DataPlan>,
     /// The stores of the text.
     pub data: Arc<Stores>,
@@ -125,13 +129,25 @@ impl RunSpec {
         let models = models(&curriculum, vocab, start.as_ref())?;
         let settings = settings(&curriculum, 1);
         let parameters = model::parameters(&models[0].config);
-        let rules = parameters
+        let rules: Vec<_> = parameters
             .iter()
             .map(|parameter| OptimizerRule::of(settings.kind, parameter))
             .collect();
+        let scales = scales(&curriculum, &parameters, &rules)?;
         let plan = Arc::clone(&opened.plan);
         refuse_many(&curriculum, &plan)?;
-        Ok(RunSpec { curriculum, content, start, models, settings, parameters, rules, plan, data })
+        Ok(RunSpec {
+            curriculum,
+            content,
+            start,
+            models,
+            settings,
+            parameters,
+            rules,
+            scales,
+            plan,
+            data,
+        })
     }
 
     /// The curriculum's canonical text, which depends on content alone: digests replace paths of stores and initial
@@ -203,13 +219,15 @@ impl RunSpec {
         amendments.filter(move |one| one.skip && one.step <= step).map(|one| one.step)
     }
 
-    /// The initial balancing biases, by layer: empty where there is no router.
+    /// The initial balancing biases, by layer: empty where there are none.
     pub fn balance(&self) -> Vec<RouterBalance> {
-        let layer = |classes: usize| match classes.checked_sub(1) {
-            Some(experts) => RouterBalance::new(experts, true),
-            None => RouterBalance::default(),
+        let config = self.config();
+        let skip = config.skip != SkipOutput::None;
+        let layer = |biases: usize| match biases {
+            0 => RouterBalance::default(),
+            _ => RouterBalance::new(config.num_experts as usize, skip),
         };
-        model::router_classes(self.config()).into_iter().map(layer).collect()
+        model::balance_sizes(config).into_iter().map(layer).collect()
     }
 
     /// The names of the parameters.
@@ -243,6 +261,7 @@ impl Digestible for RunSpec {
             settings: _,
             parameters: _,
             rules: _,
+            scales: _,
             plan: _,
             data: _,
         } = self;
@@ -335,7 +354,8 @@ fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
         loss_chunk: model.loss_chunk,
         ..other.clone()
     };
-    same == *model
+    // The skip class is a row of the router.
+    same == *model && model.router_classes() == other.router_classes()
 }
 
 /// The initial model that the curriculum names, relative to the curriculum's folder.
@@ -444,6 +464,41 @@ fn resolve_model(
     Ok(PhaseModel { config, balance_lr, cut: Cut::WHOLE })
 }
 
+/// The numbers of each parameter; an error for a group that has none of them.
+fn scales(
+    curriculum: &Curriculum,
+    parameters: &[ParamSpec],
+    rules: &[OptimizerRule],
+) -> Result<Vec<ParamScales>> {
+    let (optimizer, mut groups) = (&curriculum.optimizer, vec![None; parameters.len()]);
+    for (number, group) in (1..).zip(&optimizer.groups) {
+        let place = curriculum.place(&format!("optimizer.group.{number}.params"));
+        let fault = |what: &str| Fault::usage(what).at(&place).found(&group.params);
+        let glob = Glob::new(&group.params);
+        let glob = glob
+            .map_err(|error| fault("this is no pattern of names").hint(error.kind().to_string()))?;
+        let matcher = glob.compile_matcher();
+        let named = || (0..parameters.len()).filter(|at| matcher.is_match(&parameters[*at].name));
+        if named().next().is_none() {
+            let few = parameters.iter().rev().take(4).map(|parameter| parameter.name.as_str());
+            let few = few.collect::<Vec<_>>().join(", ");
+            return Err(fault("no parameter of the model has such a name")
+                .hint(format!("names are as in the first line of a ledger: {few}")));
+        }
+        if named().all(|at| groups[at].is_some()) {
+            return Err(fault("groups before this one have all of its parameters")
+                .hint("the first group that matches a name has it: put this one first"));
+        }
+        for at in named() {
+            groups[at].get_or_insert(group);
+        }
+    }
+    let of = |(group, rule): (Option<&ParamGroup>, &OptimizerRule)| {
+        ParamScales::of(optimizer, group, *rule)
+    };
+    Ok(groups.into_iter().zip(rules).map(of).collect())
+}
+
 /// The settings of a step. Kind, moments and decay are the same in the whole run.
 fn settings(curriculum: &Curriculum, step: u64) -> OptimizerSettings {
     let numbers = curriculum.numbers_at(step);
@@ -463,7 +518,6 @@ fn settings(curriculum: &Curriculum, step: u64) -> OptimizerSettings {
             NewtonSchulzForm::Direct => kernels::ops::NewtonSchulzIterate::Direct,
             NewtonSchulzForm::Bf16 => kernels::ops::NewtonSchulzIterate::Bf16,
         },
-        weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,
         guard,
     }

@@ -67,7 +67,7 @@ enum Command {
     Import(cmd::import::Args),
     /// Print the keys of a curriculum as JSON Schema.
     Schema(cmd::schema::Args),
-    /// Print what a shell completes behind `ztrain`.
+    /// Print the completions of a shell for `ztrain`.
     Completions(cmd::completions::Args),
     /// Print a page for `man`.
     Manual(cmd::completions::Manual),

@@ -25,6 +25,8 @@ pub enum Purpose {
     Prepare = 6,
     /// At which of its source's lengths a document is packed.
     Length = 7,
+    /// Which pieces of text are rearranged for fill-in-the-middle, and where they are cut.
+    FillInMiddle = 8,
 }
 
 /// A key for draws: 128 bits derived from a seed and a path of names and numbers.

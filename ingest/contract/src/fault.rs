@@ -130,9 +130,10 @@ impl Fault {
             ),
             io::ErrorKind::IsADirectory
             | io::ErrorKind::NotADirectory
-            | io::ErrorKind::AlreadyExists => {
-                (Class::Usage, "a file and a folder need places of their own: name another path")
-            }
+            | io::ErrorKind::AlreadyExists => (
+                Class::Usage,
+                "this is a file where a folder is wanted, or a folder where a file is: name another path",
+            ),
             io::ErrorKind::UnexpectedEof => {
                 (Class::Data, "the file is shorter than it should be: restore it")
             }
@@ -156,7 +157,7 @@ impl Fault {
             io::ErrorKind::FileTooLarge => {
                 (Class::Machine, "raise `ulimit -f` and run the same command again")
             }
-            _ => (Class::Machine, "mend this on the machine and run the same command again"),
+            _ => (Class::Machine, "repair this on the machine, and run the same command again"),
         };
         if error.kind() == io::ErrorKind::InvalidFilename {
             return too_long(what, path, error);

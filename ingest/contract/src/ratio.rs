@@ -39,6 +39,32 @@ impl Ratio {
     pub const fn is_zero(self) -> bool {
         self.num == 0
     }
+
+    /// The product; `None` if 64 bits do not hold it.
+    pub fn checked_mul(self, other: Ratio) -> Option<Ratio> {
+        Ratio::narrow(wide(self.num, other.num), wide(self.den, other.den))
+    }
+
+    /// The sum; `None` if 64 bits do not hold it.
+    pub fn checked_add(self, other: Ratio) -> Option<Ratio> {
+        let num = wide(self.num, other.den).checked_add(wide(other.num, self.den))?;
+        Ratio::narrow(num, wide(self.den, other.den))
+    }
+
+    /// `num / den` in lowest terms.
+    fn narrow(num: u128, den: u128) -> Option<Ratio> {
+        let (mut divisor, mut rest) = (den, num);
+        while rest != 0 {
+            (divisor, rest) = (rest, divisor % rest);
+        }
+        let [num, den] = [num / divisor, den / divisor].map(u64::try_from);
+        Some(Ratio { num: num.ok()?, den: den.ok()? })
+    }
+}
+
+/// The product of two numbers, which 128 bits hold.
+fn wide(one: u64, other: u64) -> u128 {
+    u128::from(one) * u128::from(other)
 }
 
 /// The greatest common divisor; `gcd(0, n)` is `n`.
@@ -104,6 +130,31 @@ impl fmt::Display for Ratio {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    proptest! {
+        /// By cross-multiplication, and refused only where the lowest terms need more bits.
+        #[test]
+        fn sums_and_products_are_exact(a: [u32; 2], b: [u32; 2], shift in 0u32..32) {
+            let ratio = |[num, den]: [u32; 2]| Ratio::new(u64::from(num) << shift, u64::from(den) + 1);
+            let (a, b) = (ratio(a), ratio(b));
+            let [an, ad, bn, bd] = [a.num, a.den, b.num, b.den].map(u128::from);
+            for (found, num) in [(a.checked_mul(b), an * bn), (a.checked_add(b), an * bd + bn * ad)] {
+                match found {
+                    Some(found) => {
+                        prop_assert_eq!(u128::from(found.num) * (ad * bd), num * u128::from(found.den));
+                        prop_assert_eq!(gcd(found.num, found.den), 1);
+                    }
+                    None => {
+                        let (mut divisor, mut rest) = (num, ad * bd);
+                        while rest > 0 {
+                            (divisor, rest) = (rest, divisor % rest);
+                        }
+                        prop_assert!(num.max(ad * bd) / divisor > u128::from(u64::MAX));
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn one_value_in_every_spelling() {

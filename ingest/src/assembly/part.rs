@@ -14,7 +14,7 @@ use store::{
 };
 
 use crate::dropped::{Line, Listing};
-use crate::source::Row;
+use crate::source::{Content, GroupHashes, Row};
 
 /// What a part became.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,24 +37,27 @@ pub(crate) struct PartOutput {
     pub(crate) stop: Option<Stop>,
 }
 
-/// An input file, or the segments of one that belong to the part.
+/// An input file, or the groups of one that belong to the part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct InputOutput {
     /// Its size.
     pub(crate) bytes: u64,
-    /// SHA-256 of its bytes.
+    /// Its identity.
     pub(crate) sha256: Identity,
     /// Records, dropped ones included.
     pub(crate) documents: u64,
     /// The chains of its segments, by split.
     pub(crate) segments: Vec<[Digest; 2]>,
+    /// The hashes of its groups, if it has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) hashes: Option<GroupHashes>,
 }
 
 impl InputOutput {
     /// An input whose documents were not looked at.
     pub(crate) fn unread(input: &InputRecord) -> Self {
         let InputRecord { path: _, bytes, sha256, documents, segments: _ } = *input;
-        InputOutput { bytes, sha256, documents, segments: Vec::new() }
+        InputOutput { bytes, sha256, documents, segments: Vec::new(), hashes: None }
     }
 }
 
@@ -111,13 +114,15 @@ pub(crate) struct PartBuilder {
 
 impl PartBuilder {
     /// Begins a part of the source `name`, which keeps the columns `keep`, in `folder`, which must exist, for a store
-    /// like `manifest`. `decided` is the scan's list for the files of the part.
+    /// like `manifest`. `decided` is the scan's list for the files of the part, `first_group` the first one that is
+    /// read of its first file.
     pub(crate) fn new(
         folder: &Path,
         name: &str,
         keep: &[String],
         manifest: &Manifest,
         decided: Option<&Path>,
+        first_group: u32,
     ) -> Result<Self> {
         let stream = |split| StreamWriter {
             head: StreamHead {
@@ -129,6 +134,7 @@ impl PartBuilder {
                 keep: keep.to_vec(),
             },
             output: StreamOutput::default(),
+            first_segment: first_group as usize,
             chains: Vec::new(),
             tokens: 0,
             documents: 0,
@@ -175,12 +181,13 @@ impl PartBuilder {
         self.listing.dropped(line)
     }
 
-    /// Ends the open file, which has this content and number of segments.
-    pub(crate) fn file_end(&mut self, bytes: u64, sha256: Identity, segments: u64) {
+    /// Ends the open file, which has this content.
+    pub(crate) fn file_end(&mut self, content: Content) {
+        let Content { bytes, sha256, segments, hashes } = content;
         let [train, validation] = self.streams.each_mut().map(|stream| stream.file_end(segments));
         let segments = train.into_iter().zip(validation).map(<[Digest; 2]>::from).collect();
         let documents = std::mem::take(&mut self.documents);
-        self.output.inputs.push(InputOutput { bytes, sha256, documents, segments });
+        self.output.inputs.push(InputOutput { bytes, sha256, documents, segments, hashes });
     }
 
     /// The file of the scan's next record, if one was not reached: that file has changed.
@@ -212,7 +219,9 @@ pub(crate) fn count_dropped(all: &mut Vec<Dropped>, reason: &str, documents: u64
 struct StreamWriter {
     head: StreamHead,
     output: StreamOutput,
-    /// The chains of the segments of the open file so far.
+    /// The first segment of the open file that is read.
+    first_segment: usize,
+    /// The chains of its segments from there on, so far.
     chains: Vec<Digest>,
     tokens: u64,
     documents: u64,
@@ -230,10 +239,11 @@ impl StreamWriter {
             }
         };
         open.push(tokens, &record)?;
-        let segment = record.segment() as usize;
-        if self.chains.len() > segment + 1 {
-            return Err(Fault::bug("a document of a segment that has ended"));
-        }
+        let segment = (record.segment() as usize).checked_sub(self.first_segment);
+        let is_open = |segment: &usize| self.chains.len() <= segment + 1;
+        let segment = segment.filter(is_open);
+        let segment =
+            segment.ok_or_else(|| Fault::bug("a document of a segment that has ended"))?;
         self.chains.resize(segment + 1, Digest::default());
         self.chains[segment] = chain(self.chains[segment], tokens, &record);
         self.tokens += record.tokens;

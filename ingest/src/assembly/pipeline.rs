@@ -4,13 +4,13 @@ use std::borrow::Cow;
 use std::sync::{Mutex, PoisonError};
 
 use contract::draw::happens;
-use contract::{Digest, Fault, Identity, Key, Purpose, Ratio, Result};
+use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
 use store::Split;
 
 use crate::corpus::{Corpus, drops};
 use crate::prepared::{InFile, Prepared, Trace};
 use crate::run_parts::Drive;
-use crate::source::{self, Document, Parsed, Row};
+use crate::source::{self, Content, Document, Parsed, Row};
 use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
 use crate::walk::{Part, Walk, place};
@@ -70,8 +70,8 @@ pub(crate) enum Step {
         /// Bytes of the raw file read when the slab was cut.
         raw_bytes: u64,
     },
-    /// The end of a file, with its content and the number of its segments.
-    FileEnd { bytes: u64, sha256: Identity, segments: u64 },
+    /// The end of a file, or of the groups that are read.
+    FileEnd(Content),
 }
 
 /// Samples that wait for a worker to encode them again.
@@ -131,9 +131,7 @@ pub(crate) fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Resu
             let items = parsed.into_iter().map(encode).collect::<Result<_>>()?;
             Step::Slab { items, raw_bytes: raw }
         }
-        Part::FileEnd { bytes, identity: sha256, segments, .. } => {
-            Step::FileEnd { bytes, sha256, segments }
-        }
+        Part::FileEnd { content, .. } => Step::FileEnd(content),
         Part::SourceEnd => return Ok(None),
     }))
 }

@@ -158,7 +158,7 @@ pub(crate) fn compare_inputs(store: &Location, source: &Source, old: &[InputReco
         return Err(other_files(source, old, refused));
     }
     for (file, old) in source.files.iter().zip(old) {
-        let (bytes, sha256) = file.path.content()?;
+        let (bytes, sha256) = file.content()?;
         if (bytes, sha256) != (old.bytes, old.sha256) {
             return Err(refused(format!("the input {:?} changed", file.shown))
                 .found(format!("{bytes} bytes, {sha256}"))

@@ -1,16 +1,20 @@
 //! The record of a source, from the outputs of its parts: a merge copies no token.
 
+use contract::{Fault, Result};
 use store::manifest::StreamDigest;
 use store::{Change, InputRecord, PartRecord, ShardRecord, SourceRecord, StreamRecord};
 
-use super::part::{PartOutput, count_dropped};
+use super::part::{Changes, InputOutput, PartOutput, count_dropped};
 use crate::recipe::Recipe;
+use crate::source::GroupHashes;
 
 /// A source of a store that is being put together.
 pub(crate) struct SourceBuilder<'a> {
     record: SourceRecord,
     recipe: &'a Recipe,
     digests: [StreamDigest; 2],
+    /// The hashes of the groups of the last input so far, if it has some.
+    hashes: Option<GroupHashes>,
     /// Whether a record has its own id.
     named: bool,
     /// Whether a record has a value, by kept column.
@@ -25,6 +29,7 @@ impl<'a> SourceBuilder<'a> {
             record,
             recipe,
             digests: Default::default(),
+            hashes: None,
             named: false,
             kept: vec![false; keep.len()],
         }
@@ -35,25 +40,22 @@ impl<'a> SourceBuilder<'a> {
         self.record.parts.len() as u32
     }
 
-    /// Adds the next part, whose files are called `paths`.
-    pub(crate) fn push(&mut self, output: PartOutput, paths: impl IntoIterator<Item = String>) {
+    /// Adds the next part, whose files are called `paths` and whose first one is read from `first_group` on.
+    pub(crate) fn push(
+        &mut self,
+        output: PartOutput,
+        paths: impl IntoIterator<Item = String>,
+        first_group: u32,
+    ) -> Result<()> {
         let PartOutput { inputs, streams, dropped, dropped_file, changes, named, kept, stop: _ } =
             output;
-        let (part, first_file) = (self.part(), self.record.inputs.len() as u32);
-        self.record.parts.push(PartRecord { first_file, dropped_file });
+        let (part, continues) = (self.part(), first_group > 0);
+        let first_file = (self.record.inputs.len() - usize::from(continues)) as u32;
+        self.record.parts.push(PartRecord { first_file, first_group, dropped_file });
         self.named |= named;
         self.kept.iter_mut().zip(kept).for_each(|(all, part)| *all |= part);
         for (input, path) in inputs.into_iter().zip(paths) {
-            let (bytes, sha256, documents) = (input.bytes, input.sha256, input.documents);
-            let segments = input.segments.len() as u64;
-            for chains in &input.segments {
-                self.digests
-                    .iter_mut()
-                    .zip(chains)
-                    .for_each(|(digest, chain)| digest.segment(*chain));
-            }
-            self.digests.iter_mut().for_each(|digest| digest.end_file(segments));
-            self.record.inputs.push(InputRecord { path, bytes, sha256, documents, segments });
+            self.input(input, path, continues)?;
         }
         let totals = [&mut self.record.train, &mut self.record.validation];
         for (total, output) in totals.into_iter().zip(streams) {
@@ -69,9 +71,50 @@ impl<'a> SourceBuilder<'a> {
             let all = &mut self.record.dropped;
             count_dropped(all, &dropped.reason, dropped.documents, dropped.bytes);
         }
-        if self.recipe.is_empty() {
-            return;
+        if !self.recipe.is_empty() {
+            self.changes(changes);
         }
+        Ok(())
+    }
+
+    /// Adds an input, or the next groups of the last one.
+    fn input(&mut self, input: InputOutput, path: String, continues: bool) -> Result<()> {
+        let InputOutput { bytes, mut sha256, documents, segments: chains, hashes } = input;
+        let segments = chains.len() as u64;
+        let before = self.record.inputs.pop_if(|_| continues);
+        let record = match (before, &mut self.hashes, hashes) {
+            (Some(before), Some(all), Some(next)) => {
+                if !all.extend(next) {
+                    return Err(changed(&path));
+                }
+                sha256 = all.identity();
+                let (bytes, documents) = (before.bytes + bytes, before.documents + documents);
+                let segments = before.segments + segments;
+                InputRecord { path, bytes, sha256, documents, segments }
+            }
+            (_, all, hashes) => {
+                *all = hashes;
+                self.end_file();
+                InputRecord { path, bytes, sha256, documents, segments }
+            }
+        };
+        for chains in &chains {
+            let digests = self.digests.iter_mut().zip(chains);
+            digests.for_each(|(digest, chain)| digest.segment(*chain));
+        }
+        self.record.inputs.push(record);
+        Ok(())
+    }
+
+    /// Ends the last input, of which no more groups follow.
+    fn end_file(&mut self) {
+        if let Some(input) = self.record.inputs.last() {
+            self.digests.iter_mut().for_each(|digest| digest.end_file(input.segments));
+        }
+    }
+
+    /// Adds what the steps did to the texts of a part.
+    fn changes(&mut self, changes: Changes) {
         let places = self.recipe.encoding_places();
         let prepared = self.record.prepared.get_or_insert_default();
         prepared.read_bytes += changes.read_bytes;
@@ -105,7 +148,8 @@ impl<'a> SourceBuilder<'a> {
     }
 
     /// The finished source.
-    pub(crate) fn finish(self) -> SourceRecord {
+    pub(crate) fn finish(mut self) -> SourceRecord {
+        self.end_file();
         let [train, validation] = self.digests.map(|digest| digest.finish());
         let of = |stream: StreamRecord, digest| StreamRecord { digest, ..stream };
         SourceRecord {
@@ -114,4 +158,11 @@ impl<'a> SourceBuilder<'a> {
             ..self.record
         }
     }
+}
+
+/// The fault for an input of which two parts read different versions.
+pub(crate) fn changed(path: &str) -> Fault {
+    Fault::mismatch("this input changed while its parts were made")
+        .at(path.to_owned())
+        .hint("run the same command again; of tasks, `zdata task plan` and the tasks that are left")
 }

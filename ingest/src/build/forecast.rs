@@ -3,14 +3,12 @@
 //! Parts and bytes of inputs are exact. Documents and tokens are those of a sample, read as a build reads them: the
 //! first records of some files of every source. Steps that compare documents are not run, so they remove nothing here.
 
-use std::path::Path;
-
 use contract::Result;
 use serde::Serialize;
 
 use crate::assembly;
 use crate::assembly::pipeline::{Encoding, Item, Step, step};
-use crate::corpus::{Corpus, Source, SourceFile, stops};
+use crate::corpus::{Corpus, PartInputs, Source, SourceFile, stops};
 use crate::cuts;
 use crate::dropped::List;
 use crate::prepared::Prepared;
@@ -87,7 +85,7 @@ pub fn forecast(corpus: &Corpus, engine: Option<Engine>, workers: usize) -> Resu
         let sizes = source.files.iter().map(SourceFile::size).collect::<Result<Vec<_>>>()?;
         let mut sample = Sample::default();
         for file in spread(sizes.len()) {
-            let only = corpus.cut(number, file..file + 1);
+            let only = corpus.cut(&PartInputs::files(number, file..file + 1));
             let prepared = Prepared::new(&only, &tools, vec![List::default()]);
             let encoding = Encoding {
                 tokenizer: tokenizer.of(source.recipe.means_controls())?,
@@ -104,7 +102,7 @@ pub fn forecast(corpus: &Corpus, engine: Option<Engine>, workers: usize) -> Resu
             source: source.name.clone(),
             files: sizes.len() as u64,
             bytes,
-            parts: parts.iter().filter(|(of, _)| *of == number).count() as u64,
+            parts: parts.iter().filter(|part| part.source == number).count() as u64,
             sampled_bytes: sample.bytes,
             documents: sample.of_all(sample.documents, bytes),
             tokens: sample.of_all(sample.tokens, bytes),
@@ -121,7 +119,7 @@ pub fn forecast(corpus: &Corpus, engine: Option<Engine>, workers: usize) -> Resu
         store_bytes: sources.iter().map(each).sum(),
         sources,
         workers,
-        memory_bytes: resident_bytes().saturating_add(workers * WORKER_BYTES),
+        memory_bytes: storage::process::resident().0.saturating_add(workers * WORKER_BYTES),
         max_document_bytes: corpus.max_document_bytes,
     })
 }
@@ -188,14 +186,6 @@ impl Sample {
         let scaled = u128::from(count) * u128::from(bytes) / u128::from(self.bytes.max(1));
         u64::try_from(scaled).unwrap_or(u64::MAX)
     }
-}
-
-/// Memory of this process now, with its tokenizer; 0 where the system does not say.
-fn resident_bytes() -> u64 {
-    let status = std::fs::read_to_string(Path::new("/proc/self/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    kib.unwrap_or(0) << 10
 }
 
 #[cfg(test)]

@@ -14,9 +14,9 @@ use crate::corpus::{Corpus, SourceFile};
 use crate::tokenize::Engine;
 
 /// Version of the format of parts. Stages and steps have versions of their own (`versions`).
-const PARTS: u32 = 8;
+const PARTS: u32 = 9;
 
-/// Bytes and identity of a file.
+/// Bytes and identity of a file, or of the groups of one.
 pub(super) type Content = (u64, Identity);
 
 /// The key of the part that `stage` makes from `only`, the corpus cut to the files of one task, with the content

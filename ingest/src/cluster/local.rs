@@ -6,7 +6,9 @@ use std::sync::Mutex;
 use contract::{Class, Fault, Result, note};
 use store::Manifest;
 
+use super::known::missing;
 use super::merge::{Links, assemble};
+use super::output;
 use super::plan::Plan;
 use super::result::TaskResult;
 use super::scan;
@@ -27,9 +29,18 @@ pub(crate) struct Made {
     pub(crate) audited: (u64, u64),
 }
 
+/// Called with each file of a part that was made, and its name in the store.
+pub(crate) type MadeFile<'a> = &'a mut dyn FnMut(&Path, &str) -> Result<()>;
+
 /// Runs the missing tasks of a plan and makes the store, while `go_on`, called before each document, succeeds. A part
 /// that is damaged is made again.
-pub(crate) fn make(plan: &Plan, store: &Path, options: &Options, go_on: GoOn<'_>) -> Result<Made> {
+pub(crate) fn make(
+    plan: &Plan,
+    store: &Path,
+    options: &Options,
+    go_on: GoOn<'_>,
+    made: MadeFile<'_>,
+) -> Result<Made> {
     let runner = Runner::new(plan, options.workers)?;
     if !options.quiet {
         runner.notes().for_each(|note| note!("note: {note}"));
@@ -46,14 +57,14 @@ pub(crate) fn make(plan: &Plan, store: &Path, options: &Options, go_on: GoOn<'_>
     let mut audited = (0, 0);
     let mut progress = {
         let bytes = plan.bytes(Stage::Encode)?;
-        let missing = plan.missing(Stage::Encode)?;
+        let left = plan.missing(Stage::Encode)?;
         let mut progress = Progress::new("build", Measure::Bytes, bytes, options.quiet);
-        let left = missing.iter().map(|task| plan.bytes_of(*task)).sum::<Result<u64>>()?;
-        progress.file(bytes - left);
-        let progress = Mutex::new(progress);
-        runner.run_all(Stage::Encode, &missing, &progress, go_on, |(_, (documents, bytes))| {
+        let later = left.iter().map(|task| plan.bytes_of(*task)).sum::<Result<u64>>()?;
+        progress.file(bytes - later);
+        let (progress, mut tasks) = (Mutex::new(progress), left.iter());
+        runner.run_all(Stage::Encode, &left, &progress, go_on, |(_, (documents, bytes))| {
             audited = (audited.0 + documents, audited.1 + bytes);
-            Ok(())
+            tasks.next().map_or(Ok(()), |task| tell_of(plan, *task, made))
         })?;
         progress.into_inner().map_err(|_| Fault::bug("progress was reported by a panic"))?
     };
@@ -64,6 +75,16 @@ pub(crate) fn make(plan: &Plan, store: &Path, options: &Options, go_on: GoOn<'_>
     let manifest = assemble(plan, store, &mut progress, links)?;
     let summary = progress.of(&manifest);
     Ok(Made { manifest, summary, tallies, audited })
+}
+
+/// Tells of the files of a part that was made.
+fn tell_of(plan: &Plan, task: usize, made: MadeFile<'_>) -> Result<()> {
+    let gone = || missing(plan, Stage::Encode, task);
+    let key = TaskResult::read(plan, Stage::Encode, task)?.ok_or_else(gone)?.part;
+    let (output, _) = output::read(&plan.cache, key)?.ok_or_else(gone)?;
+    let (folder, place) = (plan.cache.part_folder(key), plan.place_of(task));
+    let name = |name: &str| place.join(name).to_string_lossy().into_owned();
+    output::files(&output).try_for_each(|file| made(&folder.join(&file.name), &name(&file.name)))
 }
 
 /// Runs the missing tasks of a stage.

@@ -17,7 +17,7 @@ use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::part::Stop;
 use crate::assembly::request;
-use crate::assembly::source::SourceBuilder;
+use crate::assembly::source::{SourceBuilder, changed};
 use crate::cache_dir::{CacheDir, apart_from};
 use crate::corpus::{OnError, Source, SourceFile};
 use crate::dedup::Scan;
@@ -66,14 +66,15 @@ pub(super) fn assemble(
     let mut reading = progress.then(Measure::Count("task"), plan.tasks() as u64);
     let results = results_telling(plan, Stage::Encode, || reading.add(1))?;
     drop(reading);
-    let (mut sources, mut parts) = (Vec::new(), Vec::new());
+    let (mut sources, mut parts, mut inputs) = (Vec::new(), Vec::new(), Vec::new());
     let mut results = results.into_iter().zip(&plan.text.tasks).peekable();
     for (number, (name, preparation)) in plan.text.head.sources.iter().enumerate() {
         let source = &plan.corpus.sources[number];
         let mut builder =
             SourceBuilder::new(name, preparation, &source.fields.keep, &source.recipe);
-        while let Some((result, (_, range))) = results.next_if(|(_, (of, _))| *of == number) {
-            let files = &source.files[range.clone()];
+        let (mut built, mut stamp) = (Vec::new(), None);
+        while let Some((result, part)) = results.next_if(|(_, part)| part.source == number) {
+            let files = &source.files[part.files.clone()];
             let (output, digest) = output::read(&plan.cache, result.part)?
                 .ok_or_else(|| missing(plan, Stage::Encode, parts.len()))?;
             if digest != result.digest || output.inputs.len() != files.len() {
@@ -90,13 +91,21 @@ pub(super) fn assemble(
                 folder: open::part_folder(Path::new(""), name, builder.part()),
                 files: output::files(&output).cloned().collect(),
             });
-            builder.push(output, files.iter().map(|file| file.shown.clone()));
+            // All parts of a file read the same version.
+            let last = stamp.replace(result.inputs.last().map(|input| input.stamp.clone()));
+            if part.first_group() > 0 && stamp != last {
+                return Err(changed(&files[0].shown));
+            }
+            let shown = || files.iter().map(|file| file.shown.clone());
+            built.extend(shown().zip(result.inputs.iter().map(|input| input.sha256)));
+            builder.push(output, shown(), part.first_group())?;
         }
+        inputs.push(built);
         tell_of_fields(source, &builder);
         sources.push(builder.finish());
     }
     if let Some(scan) = &scan {
-        scan.close(&plan.corpus, &mut sources)?;
+        scan.close(&plan.corpus, &inputs, &mut sources)?;
     }
     request::check_kept(&sources)?;
     let empty = request::empty_manifest(&plan.text.head, plan.tokenizer.token_bytes());

@@ -34,7 +34,7 @@ pub mod task;
 mod tests;
 
 pub use begun::{plan, plan_build};
-pub(crate) use local::{Made, make};
+pub(crate) use local::{Made, MadeFile, make};
 pub use merge::merge;
 pub(crate) use merge::reclaim;
 pub use plan::Plan;

@@ -1,19 +1,19 @@
-//! The tasks of a plan: a function of the corpus file, and of the names and sizes of its inputs.
+//! The tasks of a plan: a function of the corpus file, of the names and sizes of its inputs, and of where the groups of
+//! large ones are.
 
 use std::fs::{self, File};
 use std::io;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Identity, Result, json, note};
 use serde::{Deserialize, Serialize};
-use store::{Location, disk, regular};
+use store::{Location, disk, open, regular};
 
 use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::request::Head;
 use crate::cache_dir::{CacheDir, Owner, PLAN as FILE, PlanName};
-use crate::corpus::{Corpus, Inventory, SourceFile};
+use crate::corpus::{Corpus, Inventory, PartInputs, SourceFile};
 use crate::cuts;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
@@ -42,8 +42,8 @@ pub(super) struct Text {
     pub(super) found: Inventory,
     /// What may not change between tasks.
     pub(super) head: Head,
-    /// For each task, its source and files.
-    pub(super) tasks: Vec<(usize, Range<usize>)>,
+    /// The inputs of each task.
+    pub(super) tasks: Vec<PartInputs>,
 }
 
 /// Plans the build of `corpus` in the folder `work`, or opens the existing plan. All parts stay, and so do other plans
@@ -144,7 +144,7 @@ impl Plan {
     }
 
     pub(super) fn is_scanned(&self, task: usize) -> bool {
-        let source = self.text.tasks.get(task).map(|(source, _)| &self.corpus.sources[*source]);
+        let source = self.text.tasks.get(task).map(|part| &self.corpus.sources[part.source]);
         source.is_some_and(|source| source.recipe.scanned() > 0)
     }
 
@@ -163,15 +163,15 @@ impl Plan {
         self.folder().join("decided")
     }
 
-    /// The corpus as a task sees it: one source, some of its files.
+    /// The corpus as a task sees it: one source, some of its inputs.
     pub(super) fn cut(&self, task: usize) -> Result<Corpus> {
-        let Some((source, files)) = self.text.tasks.get(task) else {
+        let Some(inputs) = self.text.tasks.get(task) else {
             return Err(Fault::usage("the plan has no such task")
                 .at(self.folder().display().to_string())
                 .found(task)
                 .wanted(format!("below {}", self.tasks())));
         };
-        Ok(self.corpus.cut(*source, files.clone()))
+        Ok(self.corpus.cut(inputs))
     }
 
     /// The identity of what the scan removed from a task's files, if the stage depends on it.
@@ -189,11 +189,17 @@ impl Plan {
         Ok(Some(Identity::of_bytes(&bytes)))
     }
 
-    /// The size of a task's files.
+    /// The folder of a task's part in the store.
+    pub(super) fn place_of(&self, task: usize) -> PathBuf {
+        let source = self.text.tasks[task].source;
+        let before = self.text.tasks[..task].iter().filter(|part| part.source == source);
+        let name = &self.corpus.sources[source].name;
+        open::part_folder(Path::new(""), name, before.count() as u32)
+    }
+
+    /// The size of a task's inputs.
     pub(super) fn bytes_of(&self, task: usize) -> Result<u64> {
-        let (source, range) = &self.text.tasks[task];
-        let files = self.corpus.sources[*source].files[range.clone()].iter();
-        files.map(SourceFile::size).sum()
+        self.cut(task)?.sources[0].files.iter().map(SourceFile::size).sum()
     }
 
     /// The size of the files of all tasks of a stage.

@@ -36,9 +36,8 @@ pub(super) struct TaskResult {
 pub(super) struct Input {
     pub(super) bytes: u64,
     pub(super) sha256: Identity,
-    /// Taken before its content was read. If it differs, a resumed build checks the content again; nothing else depends
-    /// on it.
-    stamp: Stamp,
+    /// Taken before its content was read. If it differs, a resumed build checks the content again.
+    pub(super) stamp: Stamp,
 }
 
 /// The stamps of files, to be taken before the files are read.
@@ -61,7 +60,7 @@ impl TaskResult {
     /// Whether its files are unchanged since then.
     pub(super) fn is_of(&self, files: &[SourceFile]) -> bool {
         let same = |(input, file): (&Input, &SourceFile)| {
-            input.stamp.tells() && file.stamp().is_ok_and(|stamp| stamp == input.stamp)
+            file.stamp().is_ok_and(|stamp| stamp == input.stamp)
         };
         self.inputs.len() == files.len() && self.inputs.iter().zip(files).all(same)
     }

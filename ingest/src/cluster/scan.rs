@@ -13,6 +13,7 @@ use super::part::{Entry, PartReader};
 use super::plan::Plan;
 use super::result::{self, TaskResult};
 use super::stage::Stage;
+use crate::corpus::PartInputs;
 use crate::dedup::{Gathered, Scan};
 use crate::dropped::{REMOVED, cut};
 use crate::progress::{Measure, Progress, meanwhile};
@@ -77,10 +78,9 @@ fn cut_lists(plan: &Plan, folder: &Path, mut progress: Progress) -> Result<()> {
         if source.recipe.scanned() == 0 {
             continue;
         }
-        let tasks = plan.text.tasks.iter().enumerate().filter(|(_, (of, _))| *of == number);
-        let (tasks, ranges): (Vec<_>, Vec<_>) =
-            tasks.map(|(task, (_, range))| (task, range.clone())).unzip();
-        let lists = cut(&folder.join(&source.name).join(REMOVED), &ranges)?;
+        let tasks = plan.text.tasks.iter().enumerate().filter(|(_, part)| part.source == number);
+        let (tasks, parts): (Vec<_>, Vec<_>) = tasks.unzip();
+        let lists = cut(&folder.join(&source.name).join(REMOVED), &parts)?;
         for (task, list) in tasks.into_iter().zip(lists) {
             let name = plan.list(task);
             let name = name.file_name().ok_or_else(|| Fault::bug("a list without a name"))?;
@@ -130,7 +130,7 @@ fn gather(
     result: &TaskResult,
     gathered: &mut Gathered<'_>,
 ) -> Result<()> {
-    let (source, range) = &plan.text.tasks[task];
+    let PartInputs { source, files: range, .. } = &plan.text.tasks[task];
     let steps = &plan.corpus.sources[*source].recipe.steps;
     let mut part = PartReader::open(&plan.cache.part(result.part), result.part)?;
     let mut file = range.start;

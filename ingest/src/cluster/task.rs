@@ -184,6 +184,7 @@ impl<'a> Runner<'a> {
                     &source.fields.keep,
                     &self.empty,
                     decided.as_deref(),
+                    plan.text.tasks[task].first_group(),
                 )?,
                 only,
                 places: source.recipe.encoding_places(),
@@ -196,10 +197,10 @@ impl<'a> Runner<'a> {
                     passed.within(raw_bytes, items.iter().filter_map(encoded));
                     items.into_iter().try_for_each(|item| sink.item(item, auditor))
                 }
-                Step::FileEnd { bytes, sha256, segments } => {
-                    passed.file(bytes);
-                    found.file_end((bytes, sha256))?;
-                    sink.part.file_end(bytes, sha256, segments);
+                Step::FileEnd(content) => {
+                    passed.file(content.bytes);
+                    found.file_end((content.bytes, content.sha256))?;
+                    sink.part.file_end(content);
                     Ok(())
                 }
             })?;
@@ -282,7 +283,7 @@ impl<'a> Runner<'a> {
         if again || !self.others {
             return Ok(None);
         }
-        files.iter().map(|file| file.path.content()).collect::<Result<_>>().map(Some)
+        files.iter().map(SourceFile::content).collect::<Result<_>>().map(Some)
     }
 }
 

@@ -258,8 +258,8 @@ fn an_edit_moves_only_the_cuts_beside_it() {
     let cuts = || {
         let plan = plan(&Corpus::read(&corpus).unwrap(), &bench.path("work")).unwrap();
         let text = plan.text;
-        let names = |(source, range): &(usize, std::ops::Range<usize>)| {
-            let files = &text.found.sources[*source].files[range.clone()];
+        let names = |part: &crate::corpus::PartInputs| {
+            let files = &text.found.sources[part.source].files[part.files.clone()];
             files.iter().map(|file| file.shown.clone()).collect::<Vec<_>>()
         };
         text.tasks.iter().map(names).collect::<Vec<_>>()

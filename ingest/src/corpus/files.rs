@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Result, note};
 use globset::{GlobBuilder, GlobMatcher};
 use settings::Spanned;
+use store::location::Object;
 use store::{Location, regular};
 
 use super::braces::{ALTERNATIVES_MAX, alternatives};
@@ -77,16 +78,18 @@ fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>
     let (names, hint): (Vec<_>, _) =
         match storage::locate(glob).map_err(|it| it.at(place.clone()))? {
             Location::Object(object) => {
-                let bucket = storage::bucket(object.address().bucket());
+                let bucket = pinned(&object.root(), place)?;
                 let names = each(object.address().key(), place, |walk| walk.remote(&bucket))?;
                 let whole = |name: String| (bucket.join(&name).to_string(), bucket.join(&name));
-                (names.into_iter().map(whole).collect(), REMOTE_HINT)
+                (names.into_iter().map(whole).collect(), object.address().scheme().hint())
             }
             Location::Local(path) => match folder {
-                Location::Object(_) if !path.has_root() => {
+                Location::Object(object) if !path.has_root() => {
+                    let folder = &pinned(object, place)?;
                     let beside = |name: String| Ok((name.clone(), folder.resolve(&name)?));
                     let names = each(glob, place, |walk| walk.remote(folder))?.into_iter();
-                    (names.map(beside).collect::<Result<_>>()?, REMOTE_HINT)
+                    let hint = object.address().scheme().hint();
+                    (names.map(beside).collect::<Result<_>>()?, hint)
                 }
                 _ => {
                     let folder = folder.local().unwrap_or(Path::new(""));
@@ -102,11 +105,20 @@ fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>
     Ok(names)
 }
 
+/// A folder of objects at an address that names it for ever: a revision may move while a build reads.
+fn pinned(folder: &Object, place: &str) -> Result<Location> {
+    let pinned = folder.pinned().map_err(|error| {
+        let folder = Location::Object(folder.clone());
+        folder.fault("look for", &error).at(format!("{place}: {folder}"))
+    })?;
+    Ok(Location::Object(pinned))
+}
+
 /// The fault for a pattern without a match, with what exists there instead.
 fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &str) -> Fault {
     let fault = Fault::data(format!("no file is named by {glob:?}")).at(place.clone());
     let start = match storage::locate(glob) {
-        Ok(Location::Object(object)) => storage::bucket(object.address().bucket()),
+        Ok(Location::Object(object)) => Location::Object(object.root()),
         _ => folder.clone(),
     };
     let here = start.local().map(|folder| folder.join(glob));
@@ -136,10 +148,6 @@ pub(crate) fn bracketed(name: &str) -> String {
     };
     name.chars().map(letter).collect()
 }
-
-/// The hint where a bucket or its content is missing.
-const REMOTE_HINT: &str =
-    "check the bucket's name, AWS_ENDPOINT_URL and the credentials in the environment";
 
 /// The names that all alternatives of a pattern find.
 fn each(
@@ -236,9 +244,14 @@ impl Walk {
             return Ok(vec![fixed]);
         }
         let Location::Object(object) = &base else { return Ok(Vec::new()) };
+        let scheme = object.address().scheme();
+        if self.depth == 0 && !scheme.lists() {
+            return Ok(Vec::new());
+        }
         // Also for a missing object: otherwise a missing bucket would not be reported.
         let below = object.list().map_err(|error| {
-            base.fault("list", &error).at(format!("{}: {base}", self.place)).hint(REMOTE_HINT)
+            let hint = if scheme.lists() { scheme.hint() } else { "name each file" };
+            base.fault("list", &error).at(format!("{}: {base}", self.place)).hint(hint)
         })?;
         if self.depth == 0 {
             return Ok(Vec::new());
@@ -299,7 +312,7 @@ impl Walk {
         };
         Fault::machine(what)
             .at(path.display().to_string())
-            .hint(format!("mend it, or write a pattern that leaves it out at {}", self.place))
+            .hint(format!("repair it, or write a pattern that leaves it out at {}", self.place))
     }
 
     fn descend(

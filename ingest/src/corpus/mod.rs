@@ -34,8 +34,8 @@ pub(crate) use steps::STEPS;
 
 use crate::progress::meanwhile;
 use crate::recipe::{self, Recipe};
-use crate::source::Fields;
 pub use crate::source::SourceFile;
+use crate::source::{Cut, Fields};
 
 /// What to do with a record that is not a document.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -88,6 +88,36 @@ pub struct Source {
     pub recipe: Recipe,
 }
 
+/// The inputs of one part of a store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PartInputs {
+    /// Their source.
+    pub(crate) source: usize,
+    /// Its files.
+    pub(crate) files: Range<usize>,
+    /// The groups of the only file, if other parts have the others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) cut: Option<Cut>,
+}
+
+impl PartInputs {
+    /// Whole files.
+    pub(crate) fn files(source: usize, files: Range<usize>) -> Self {
+        PartInputs { source, files, cut: None }
+    }
+
+    /// The first group that is read of the first file.
+    pub(crate) fn first_group(&self) -> u32 {
+        self.cut.as_ref().map_or(0, |cut| cut.groups.start)
+    }
+
+    /// Whether a record at this place of its source comes after these inputs.
+    pub(crate) fn are_before(&self, file: usize, group: Option<u32>) -> bool {
+        let ended = |cut: &Cut| file == self.files.start && group >= Some(cut.groups.end);
+        self.files.end <= file || self.cut.as_ref().is_some_and(ended)
+    }
+}
+
 impl Corpus {
     /// Reads a corpus file and finds its inputs.
     pub fn read(file: impl Into<Location>) -> Result<Corpus> {
@@ -126,15 +156,13 @@ impl Corpus {
         self.sources.iter().flat_map(|source| &source.files).map(SourceFile::size).sum()
     }
 
-    /// The corpus with some files of one source.
-    pub(crate) fn cut(&self, source: usize, files: Range<usize>) -> Corpus {
-        let Source { name, files: all, fields, recipe } = &self.sources[source];
-        self.of(Source {
-            name: name.clone(),
-            files: all[files].to_vec(),
-            fields: fields.clone(),
-            recipe: recipe.clone(),
-        })
+    /// The corpus with some inputs of one source.
+    pub(crate) fn cut(&self, inputs: &PartInputs) -> Corpus {
+        let Source { name, files, fields, recipe } = &self.sources[inputs.source];
+        let mut files = files[inputs.files.clone()].to_vec();
+        files.iter_mut().for_each(|file| file.cut.clone_from(&inputs.cut));
+        let (name, fields, recipe) = (name.clone(), fields.clone(), recipe.clone());
+        self.of(Source { name, files, fields, recipe })
     }
 
     /// The corpus with this source as its only one.

@@ -45,8 +45,8 @@ struct Written {
     /// The token put after each document, by its string, such as `"<|endoftext|>"`.
     #[schemars(with = "Option<String>", extend("default" = "none"))]
     end: Option<Spanned<Value>>,
-    /// Bytes of input files that a part of the store is made of; a larger file is a part by itself. Decides files,
-    /// never the digest.
+    /// Bytes of input files that a part of the store is made of. A larger Parquet or Arrow file is cut at its row
+    /// groups or record batches, another one is a part by itself. Decides files, never the digest.
     #[schemars(extend("default" = PART_BYTES))]
     part_bytes: Option<NonZeroU64>,
     /// A longer document is dropped as `too large`.

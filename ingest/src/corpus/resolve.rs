@@ -194,7 +194,7 @@ fn found(spec: &SourceSpec, folder: &Location) -> Result<Vec<FoundFile>> {
         if !format.is_stream() && Format::is_compressed(&found.shown) {
             return Err(compressed(&found, format));
         }
-        let file = SourceFile { path: found.path, shown: found.shown, format };
+        let file = SourceFile::new(found.path, found.shown, format);
         files.push(FoundFile { file, real: found.real });
     }
     if spec.mapping.is_some() && files.iter().any(|found| found.file.format == Format::Text) {
@@ -213,8 +213,7 @@ fn identified(
 ) -> Result<Vec<(SourceFile, Identity)>> {
     let file = |found: files::FoundFile| -> Result<(SourceFile, Identity)> {
         let (_, identity) = found.path.content()?;
-        let format = Format::JsonLines;
-        Ok((SourceFile { path: found.path, shown: found.shown, format }, identity))
+        Ok((SourceFile::new(found.path, found.shown, Format::JsonLines), identity))
     };
     let hint = "name each file once: an item counts once, however often it is named";
     files::find(folder, patterns, hint)?.into_iter().map(file).collect()

@@ -87,8 +87,7 @@ impl Index {
                     let document = match parsed {
                         Parsed::Document(document) => document,
                         Parsed::Dropped { fault, .. } => {
-                            let hint =
-                                "mend or remove this evaluation item: on_error is not for these";
+                            let hint = "correct or remove this evaluation item: on_error does not apply to evaluation items";
                             return Err(fault.hint(hint));
                         }
                     };
@@ -100,14 +99,14 @@ impl Index {
                         return Err(Fault::data("this evaluation item has no text")
                             .at(place())
                             .hint(
-                                "mend or remove this evaluation item: on_error is not for these",
+                                "correct or remove this evaluation item: on_error does not apply to evaluation items",
                             ));
                     }
                     let words = step.rules.words_of(&text).iter().map(|word| word.hash).collect();
                     items.push(Item { set, line: document.row, words });
                 }
             }
-            if input.content().1 != *identity {
+            if input.content().sha256 != *identity {
                 return Err(Fault::mismatch("this evaluation set changed while the build began")
                     .at(file.shown.clone())
                     .hint("run the same command again"));

@@ -27,24 +27,30 @@ use crate::walk::{Part, Walk, place};
 /// The result of a finished scan.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Scan {
-    /// The inputs by source: later readers must find the same.
+    /// The inputs of parts, by source: later readers must find the same.
     pub(crate) inputs: Vec<Vec<Identity>>,
     /// The lists in each source's folder.
     pub(crate) files: Vec<Vec<FileRecord>>,
 }
 
 impl Scan {
-    /// Adds the lists to the records of the finished sources, if these were read from the scanned inputs.
-    pub(crate) fn close(&self, corpus: &Corpus, sources: &mut [SourceRecord]) -> Result<()> {
+    /// Adds the lists to the records of the finished sources, which were built from these inputs of parts,
+    /// with their names.
+    pub(crate) fn close(
+        &self,
+        corpus: &Corpus,
+        built: &[Vec<(String, Identity)>],
+        sources: &mut [SourceRecord],
+    ) -> Result<()> {
         let Scan { inputs, files } = self;
         for (number, source) in sources.iter_mut().enumerate() {
             if corpus.sources[number].recipe.scanned() == 0 {
                 continue;
             }
-            let changed = source.inputs.iter().zip(&inputs[number]).find(|(a, b)| a.sha256 != **b);
-            if let Some((input, _)) = changed {
+            let changed = built[number].iter().zip(&inputs[number]).find(|((_, a), b)| a != *b);
+            if let Some(((input, _), _)) = changed {
                 return Err(Fault::mismatch("this input changed between scan and build")
-                    .at(input.path.clone())
+                    .at(input.clone())
                     .hint(dropped::CHANGED_HINT));
             }
             let (removed, others) =
@@ -67,7 +73,9 @@ pub(crate) fn read_through(
     let observer = Observer { corpus, tools };
     let mut walk = Walk::only(corpus, |source| source.recipe.scanned() > 0);
     let look = |part| match part {
-        Part::FileEnd { bytes, identity, .. } => Ok(Some(Seen::End { bytes, identity })),
+        Part::FileEnd { content, .. } => {
+            Ok(Some(Seen::End { bytes: content.bytes, identity: content.sha256 }))
+        }
         Part::Slab { slab, source, file, raw } => {
             let observed = observer.slab(&slab, source, file)?;
             Ok(Some(Seen::Documents { observed, raw }))
@@ -106,7 +114,7 @@ impl<'a> Gathered<'a> {
         self.table.push(source, file, observed)
     }
 
-    /// Adds the end of a file.
+    /// Adds the end of an input of a part.
     pub(crate) fn end(&mut self, source: usize, identity: Identity) {
         self.inputs[source].push(identity);
     }

@@ -81,8 +81,8 @@ impl Place for Handle {
 }
 
 impl Disk for Faulty {
-    fn stream(&self, path: &Path) -> io::Result<Box<dyn io::Read + Send>> {
-        Ok(Box::new(Handle::open(*self, path)?))
+    fn stream(&self, path: &Path, from: u64) -> io::Result<Box<dyn io::Read + Send>> {
+        Ok(Box::new(Handle { at: from, ..Handle::open(*self, path)? }))
     }
 
     fn pieces(&self, path: &Path) -> io::Result<Pieces> {
@@ -107,8 +107,8 @@ impl Badly<'_> {
 }
 
 impl Disk for Badly<'_> {
-    fn stream(&self, path: &Path) -> io::Result<Box<dyn io::Read + Send>> {
-        self.under(path).stream(path)
+    fn stream(&self, path: &Path, from: u64) -> io::Result<Box<dyn io::Read + Send>> {
+        self.under(path).stream(path, from)
     }
 
     fn pieces(&self, path: &Path) -> io::Result<Pieces> {

@@ -111,7 +111,7 @@ fn first(path: &Path, format: Format, least: u64) -> Result<(Vec<(Value, u64)>, 
                 records.push((record, bytes));
             }
         }
-        read.raw = input.content().0;
+        read.raw = input.raw_bytes();
         // The identity of a Parquet file is read after its row groups: its row count gives the remaining size.
         if format == Format::Parquet && read.rows > 0 {
             break;

@@ -213,7 +213,7 @@ fn one(path: &Path, known: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> 
             if guess.is_some() {
                 return Err(Fault::machine("this link leads nowhere")
                     .at(path.display().to_string())
-                    .hint("mend or remove it, and run the same command again"));
+                    .hint("correct or remove it, and run the same command again"));
             }
             seen.passed_over.push(format!("{} (leads nowhere)", parts.join("/")));
             return Ok(());

@@ -26,6 +26,7 @@ use crate::disk::Real;
 use crate::dropped::Line;
 use crate::progress::{Measure, Progress};
 use crate::recipe::Recipe;
+use crate::source::Content;
 use crate::tokenize::{Engine, Tokenizer};
 
 /// Files of a source.
@@ -392,14 +393,15 @@ impl Sink {
         let folder = open::part_folder(store.unwrap_or(Path::new("")), source, part);
         let part = store.map(|_| {
             disk::create_folder(&folder)?;
-            PartBuilder::new(&folder, source, &[], manifest, None)
+            PartBuilder::new(&folder, source, &[], manifest, None, 0)
         });
         Ok(Sink { part: part.transpose()?, folder, inputs: Vec::new(), bytes: 0 })
     }
 
     fn file_end(&mut self, input: InputRecord) {
         if let Some(part) = &mut self.part {
-            part.file_end(input.bytes, input.sha256, input.segments);
+            let InputRecord { bytes, sha256, segments, .. } = input;
+            part.file_end(Content { bytes, sha256, segments, hashes: None });
         }
         self.inputs.push(input);
     }
@@ -418,8 +420,7 @@ impl Sink {
                 ..PartOutput::default()
             },
         };
-        source.push(output, inputs.into_iter().map(|input| input.path));
-        Ok(())
+        source.push(output, inputs.into_iter().map(|input| input.path), 0)
     }
 }
 

@@ -179,7 +179,7 @@ impl Reader {
             None => {
                 return Err(Fault::usage("nothing says how wide a token is")
                     .at(path.display().to_string())
-                    .wanted("--dtype uint16 or uint32, or a .csv.gz beside the file"));
+                    .wanted("--dtype uint16 or uint32, or a .csv.gz next to the file"));
             }
         };
         let ends = if has_csv {
@@ -188,7 +188,7 @@ impl Reader {
             Ends::Token(hints.end.ok_or_else(|| {
                 Fault::usage("nothing says where documents end")
                     .at(path.display().to_string())
-                    .wanted("a .csv.gz beside the file, or --end with the token that ends each document")
+                    .wanted("a .csv.gz next to the file, or --end with the token that ends each document")
             })?)
         };
         let tokens = TokenFile::open(disk, path, width, hints.vocab)?;

@@ -64,7 +64,7 @@ pub(super) fn unpacked(
                 .at(path.display().to_string())
                 .found(name)
                 .wanted("zstd, gz, br, bz2, snappy or none")
-                .hint("decompress them beside their index: zdata takes the plain file then"));
+                .hint("decompress them next to their index: zdata then reads the plain file"));
         }
     };
     read.map_err(|error| damaged(path, format!("the compressed shard is damaged: {error}")))?;

@@ -405,10 +405,10 @@ fn what_a_megatron_index_says_is_held_against_the_files() {
         ("counts", hex(GOLDEN_IDX)[..81].to_vec(), &tokens),
         ("too short", hex(GOLDEN_IDX)[..20].to_vec(), &tokens),
         ("below zero", idx_with(34, &(-1i32).to_le_bytes()), &tokens),
-        ("beyond", idx_with(34, &i32::MAX.to_le_bytes()), &tokens),
+        ("behind the last token", idx_with(34, &i32::MAX.to_le_bytes()), &tokens),
         ("begin where", idx_with(50, &[4]), &tokens),
         ("ends before it begins", idx_with(66, &[9]), &tokens),
-        ("beyond the end", idx_with(0, b"M"), &tokens[..8]),
+        ("the index ends behind", idx_with(0, b"M"), &tokens[..8]),
     ];
     for (word, idx, bin) in cases {
         fs::write(bench.path("m.bin"), bin).unwrap();

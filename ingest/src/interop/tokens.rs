@@ -290,7 +290,7 @@ impl TokenFile {
     /// The next `count` tokens, as one document (or as part of one, if `out` is not cleared in between).
     pub(super) fn take(&mut self, count: u64, out: &mut Vec<u32>) -> Result<()> {
         if count > self.tokens - self.at {
-            return Err(damaged(&self.path, "the index goes beyond the end of the tokens")
+            return Err(damaged(&self.path, "the index ends behind the last token")
                 .found(counted(self.tokens, "token"))
                 .wanted(format!("at least {}", u128::from(self.at) + u128::from(count))));
         }

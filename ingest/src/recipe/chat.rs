@@ -181,7 +181,7 @@ impl Rendered {
         let asked = ["bos_token", "eos_token"].iter().find(|token| templates.asks(token));
         if let (Some(token), None) = (asked, &file.tokens) {
             return Err(Fault::usage(format!("this chat template asks for `{token}`"))
-                .wanted(format!("a {CONFIG} beside it, which says what that is")));
+                .wanted(format!("a {CONFIG} next to it, which defines that token")));
         }
         let mut tokens = file.tokens.clone().unwrap_or_default();
         tokens.retain(|name, _| templates.asks(name));

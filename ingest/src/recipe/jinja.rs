@@ -264,7 +264,7 @@ struct Style {
 /// `json.dumps`, as the filter `tojson` of `transformers` calls it.
 fn to_json(value: &Value, rest: Rest<Value>, named: Kwargs) -> Result<String, Error> {
     if !rest.is_empty() {
-        return Err(refused("tojson: what it is told has to be named, like indent=4".to_owned()));
+        return Err(refused("tojson: an argument needs its name, like indent=4".to_owned()));
     }
     let flag = |name| Ok::<_, Error>(named.get::<Option<bool>>(name)?.unwrap_or(false));
     let indent = match named.get::<Option<Value>>("indent")?.filter(|value| !value.is_none()) {

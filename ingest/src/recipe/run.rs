@@ -64,7 +64,7 @@ impl Recipe {
         document.text = mapping.text(&document.text).map_err(|fault| NoText {
             reason: "missing text",
             fault: fault
-                .hint("mend it, or set on_error = \"skip\" to count such records and go on"),
+                .hint("correct it, or set on_error = \"skip\" to count such records and continue"),
         })?;
         match document.text.is_empty() {
             true => Err(NoText { reason: "empty", fault: Fault::data("the document is empty") }),

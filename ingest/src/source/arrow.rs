@@ -7,11 +7,12 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, StructArray};
 use arrow::buffer::NullBuffer;
 use arrow::datatypes::{DataType, Field, Schema};
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Result};
 
 use super::columns::{Column, Rows, check_types};
+use super::groups::Cut;
 use super::ipc::Messages;
-use super::{Fields, Input, Limits, Records, Slab, names, records};
+use super::{Content, Fields, Input, Limits, Records, Slab, names, records};
 use crate::disk::Disk;
 
 /// The limit of rows in a slab.
@@ -26,7 +27,6 @@ pub(super) struct Reader {
     whole: bool,
     text: String,
     id: Option<String>,
-    groups: u32,
     slabs: VecDeque<Slab>,
     ended: bool,
 }
@@ -37,8 +37,9 @@ impl Reader {
         path: &Path,
         fields: &Fields,
         limits: Limits,
+        cut: Option<&Cut>,
     ) -> Result<Self> {
-        let mut messages = Messages::open(disk, path)?;
+        let mut messages = Messages::open(disk, path, cut)?;
         let schema = messages.schema();
         if !fields.is_record() {
             check_types(path, schema, fields)?;
@@ -53,7 +54,7 @@ impl Reader {
         let (text, id) = (fields.path().to_owned(), fields.id.clone());
         let whole = fields.needs_rows();
         let (path, slabs) = (path.into(), VecDeque::new());
-        Ok(Reader { path, limits, messages, whole, text, id, groups: 0, slabs, ended: false })
+        Ok(Reader { path, limits, messages, whole, text, id, slabs, ended: false })
     }
 
     /// The top-level columns that hold the text and the id.
@@ -65,20 +66,18 @@ impl Reader {
         columns.map(|(index, _)| index).collect()
     }
 
-    /// Cuts a batch into slabs, which share its memory.
-    fn cut(&mut self, batch: &RecordBatch) -> Result<()> {
+    /// Cuts a batch of this number into slabs, which share its memory.
+    fn cut(&mut self, batch: &RecordBatch, number: usize) -> Result<()> {
+        let group = u32::try_from(number).map_err(|_| Fault::data("too many record batches"))?;
         if self.whole {
-            self.cut_rows(batch)
-        } else {
-            self.cut_column(batch)?
+            self.cut_rows(batch, group);
+            return Ok(());
         }
-        self.groups =
-            self.groups.checked_add(1).ok_or_else(|| Fault::data("too many record batches"))?;
-        Ok(())
+        self.cut_column(batch, group)
     }
 
     /// Cuts slabs of whole rows.
-    fn cut_rows(&mut self, batch: &RecordBatch) {
+    fn cut_rows(&mut self, batch: &RecordBatch, group: u32) {
         let size = |column: &ArrayRef| column.to_data().get_slice_memory_size().unwrap_or_default();
         let bytes: usize = batch.columns().iter().map(size).sum();
         let step = self.step(bytes, batch.num_rows()).min(records::ROWS);
@@ -86,7 +85,7 @@ impl Reader {
             self.slabs.push_back(Slab(Records::Objects(records::Rows {
                 path: self.path.clone(),
                 kind: "record batch",
-                group: self.groups,
+                group,
                 first: first as u64,
                 batch: batch.slice(first, step.min(batch.num_rows() - first)),
                 bytes_max: self.limits.max_document_bytes,
@@ -101,8 +100,7 @@ impl Reader {
     }
 
     /// Cuts slabs of the text and the id.
-    fn cut_column(&mut self, batch: &RecordBatch) -> Result<()> {
-        let group = self.groups;
+    fn cut_column(&mut self, batch: &RecordBatch, group: u32) -> Result<()> {
         let torn = || Fault::data("two columns share a name").at(self.path.display().to_string());
         let text = column(batch, &self.text).ok_or_else(torn)?;
         let id = self.id.as_ref().map(|id| column(batch, id).ok_or_else(torn)).transpose()?;
@@ -138,19 +136,20 @@ impl Input for Reader {
             if self.ended {
                 return Ok(None);
             }
+            let number = self.messages.batches();
             match self.messages.next_batch()? {
-                Some(batch) => self.cut(&batch)?,
+                Some(batch) => self.cut(&batch, number)?,
                 None => self.ended = true,
             }
         }
     }
 
-    fn content(&self) -> (u64, Identity) {
-        self.messages.content()
+    fn raw_bytes(&self) -> u64 {
+        self.messages.raw_bytes()
     }
 
-    fn segments(&self) -> u64 {
-        u64::from(self.groups)
+    fn content(&self) -> Content {
+        self.messages.content()
     }
 }
 

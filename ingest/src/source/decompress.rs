@@ -4,6 +4,7 @@
 //! followed by other data is damaged: ignoring that would lose documents silently.
 
 use std::io::{self, BufReader, Read};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use contract::fault::{again, is_out_of_memory};
@@ -11,7 +12,7 @@ use contract::{Fault, Identity, Result};
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
 
-use super::kinds;
+use super::{Content, kinds};
 use crate::disk::Disk;
 
 /// Raw bytes are read and hashed in pieces of this size.
@@ -82,9 +83,15 @@ impl Stream {
         Ok(got)
     }
 
-    /// The number of raw bytes read so far, and their identity.
-    pub(super) fn content(&self) -> (u64, Identity) {
-        self.tee().content()
+    /// The number of raw bytes read so far.
+    pub(super) fn raw_bytes(&self) -> u64 {
+        self.tee().bytes
+    }
+
+    /// What was read, once it is at its end.
+    pub(super) fn content(&self) -> Content {
+        let (bytes, sha256) = self.tee().content();
+        Content { bytes, sha256, segments: 1, hashes: None }
     }
 
     fn tee(&self) -> &Tee {
@@ -124,18 +131,36 @@ impl Stream {
     }
 }
 
-/// A file whose bytes are hashed as they are read.
+/// A file, or a range of one, whose bytes are hashed as they are read.
 pub(crate) struct Tee {
     file: Box<dyn Read + Send>,
+    /// The next byte, and the end of what is read.
+    at: u64,
+    to: u64,
     bytes: u64,
     hasher: Sha256,
+    /// Where the groups end that have hashes of their own, and the hashes of those that have ended.
+    ends: Vec<u64>,
+    groups: Vec<Identity>,
     failed: Option<io::Error>,
 }
 
 impl Tee {
     pub(crate) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
-        let file = disk.stream(path).map_err(|error| Fault::io("open", path, &error))?;
-        Ok(Tee { file, bytes: 0, hasher: Sha256::new(), failed: None })
+        Tee::over(disk, path, 0..u64::MAX, Vec::new())
+    }
+
+    /// A range of a file, with groups that end at these bytes.
+    pub(crate) fn over(
+        disk: &dyn Disk,
+        path: &Path,
+        range: Range<u64>,
+        ends: Vec<u64>,
+    ) -> Result<Self> {
+        let Range { start: at, end: to } = range;
+        let file = disk.stream(path, at).map_err(|error| Fault::io("open", path, &error))?;
+        let (hasher, groups) = (Sha256::new(), Vec::new());
+        Ok(Tee { file, at, to, bytes: 0, hasher, ends, groups, failed: None })
     }
 
     /// The I/O error, if one occurred: a decoder may have replaced it by another error.
@@ -143,24 +168,53 @@ impl Tee {
         self.failed.as_ref().map(|error| Fault::io("read", path, error))
     }
 
-    /// Reads to byte `end` or the end of the file, for the identity only.
+    /// Reads to byte `end` or the end of the range, for the identity only.
     pub(crate) fn read_to(&mut self, end: u64, path: &Path) -> Result<()> {
-        let rest = end.saturating_sub(self.bytes);
+        let rest = end.saturating_sub(self.at);
         let read =
             io::copy(&mut BufReader::with_capacity(RAW_BYTES, self.take(rest)), &mut io::sink());
         read.map(drop).map_err(|error| Fault::io("read", path, &error))
     }
 
-    /// The number of bytes read so far, and their identity.
+    /// The number of bytes read so far.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The next byte of the file.
+    pub(crate) fn at(&self) -> u64 {
+        self.at
+    }
+
+    /// The number of bytes read so far, and their identity, if there are no groups.
     pub(crate) fn content(&self) -> (u64, Identity) {
         (self.bytes, Identity(self.hasher.clone().finalize().into()))
+    }
+
+    /// The hashes of the groups that have ended.
+    pub(crate) fn groups(&self) -> &[Identity] {
+        &self.groups
+    }
+
+    fn hash(&mut self, mut bytes: &[u8]) {
+        self.bytes += bytes.len() as u64;
+        while let Some(end) = self.ends.get(self.groups.len())
+            && let Some((group, rest)) = bytes.split_at_checked((end - self.at) as usize)
+        {
+            self.hasher.update(group);
+            self.groups.push(Identity(self.hasher.finalize_reset().into()));
+            (self.at, bytes) = (*end, rest);
+        }
+        self.hasher.update(bytes);
+        self.at += bytes.len() as u64;
     }
 }
 
 impl Read for Tee {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let most = usize::try_from(self.to - self.at).unwrap_or(usize::MAX).min(buffer.len());
         let got = loop {
-            match self.file.read(buffer) {
+            match self.file.read(&mut buffer[..most]) {
                 Ok(got) => break got,
                 // Retried here, so that decoders need not handle it.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -171,8 +225,7 @@ impl Read for Tee {
                 }
             }
         };
-        self.hasher.update(&buffer[..got]);
-        self.bytes += got as u64;
+        self.hash(&buffer[..got]);
         Ok(got)
     }
 }

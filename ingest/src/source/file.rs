@@ -2,14 +2,16 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::{Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
+use store::location::IdentityKind;
 
-use super::Format;
+use super::{Cut, Fields, Format, Input, Limits, groups, open_cut};
 
-/// One input file.
+/// One input file, or some groups of one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFile {
     /// Its location.
@@ -19,57 +21,96 @@ pub struct SourceFile {
     pub shown: String,
     /// Its format.
     pub format: Format,
+    /// The groups that are read, if not all are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) cut: Option<Cut>,
 }
 
 impl SourceFile {
+    /// A whole file.
+    pub(crate) fn new(path: Location, shown: String, format: Format) -> Self {
+        SourceFile { path, shown, format, cut: None }
+    }
+
     /// Its size.
     pub(crate) fn size(&self) -> Result<u64> {
-        self.path.size().map_err(|error| self.path.fault("read", &error))
+        match &self.cut {
+            Some(cut) => Ok(cut.bytes),
+            None => self.path.size().map_err(|error| self.path.fault("read", &error)),
+        }
+    }
+
+    /// Opens it for reading.
+    pub(crate) fn open(&self, fields: &Fields, limits: &Limits) -> Result<Box<dyn Input>> {
+        open_cut(&self.path, self.format, fields, limits, self.cut.as_ref())
+    }
+
+    /// Bytes and identity, as a reader finds them.
+    pub(crate) fn content(&self) -> Result<(u64, Identity)> {
+        let of_groups = |path: &Path| groups::content(path, self.format, self.cut.as_ref());
+        match (self.format, &self.cut) {
+            (Format::JsonLines | Format::Text, _) => self.path.content(),
+            (Format::Parquet, None) => self.path.identity(IdentityKind::RowGroups, of_groups),
+            (Format::Arrow, None) => self.path.identity(IdentityKind::RecordBatches, of_groups),
+            (_, Some(_)) => {
+                let copy = self.path.fetch().map_err(|error| self.path.fault("read", &error))?;
+                of_groups(copy.path())
+            }
+        }
     }
 
     /// A stamp that shows whether the file was touched, to be taken before it is read.
     pub(crate) fn stamp(&self) -> Result<Stamp> {
-        let Location::Local(path) = &self.path else { return Ok(Stamp(None)) };
+        let path = match &self.path {
+            Location::Local(path) => path,
+            Location::Object(object) => {
+                let version = object.version();
+                return version.map(Stamp::Object).map_err(|error| self.path.fault("read", &error));
+            }
+        };
         let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
         let changed = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
-        Ok(Stamp(Some(Touched { length: meta.len(), inode: meta.ino(), changed })))
+        Ok(Stamp::File { length: meta.len(), inode: meta.ino(), changed })
     }
 
     /// Refuses the file if it was touched since this stamp was taken, or if `bytes`, the number read since then, is not
     /// its size: otherwise the bytes may be a mix of two versions.
-    pub(crate) fn unchanged(&self, stamp: Stamp, bytes: u64) -> Result<()> {
+    pub(crate) fn unchanged(&self, stamp: &Stamp, bytes: u64) -> Result<()> {
         let now = self.stamp()?;
-        let whole = now.0.is_none_or(|now| now.length == bytes);
-        if whole && now == stamp {
+        let whole = match now {
+            Stamp::File { length, .. } => self.cut.is_some() || length == bytes,
+            Stamp::Object(_) => true,
+        };
+        if whole && now == *stamp {
             return Ok(());
         }
-        let length = |stamp: Stamp| stamp.0.map_or(0, |touched| touched.length);
+        let shown = |stamp: &Stamp| match stamp {
+            Stamp::File { length, .. } => format!("{length} bytes"),
+            Stamp::Object(version) => format!("the version {version}"),
+        };
         Err(Fault::mismatch("this input changed while it was read")
             .at(self.shown.clone())
-            .found(format!("{} bytes, of which {bytes} were read", length(now)))
-            .wanted(format!("the file of {} bytes, as it was at first", length(stamp)))
+            .found(format!("{}, of which {bytes} bytes were read", shown(&now)))
+            .wanted(format!("the file of {}, as it was at first", shown(stamp)))
             .hint("run the same command again when nobody writes this file"))
     }
 }
 
-/// The last change of a file, equal on all machines that see it. Objects, which are never altered, have none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
-pub(crate) struct Stamp(Option<Touched>);
-
-/// Size, inode and the times of the last changes of content and metadata, in seconds and nanoseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Touched {
-    length: u64,
-    inode: u64,
-    changed: [(i64, i64); 2],
-}
-
-impl Stamp {
-    /// Whether this stamp can show a change.
-    pub(crate) fn tells(self) -> bool {
-        self.0.is_some()
-    }
+/// The last change of a file, equal on all machines that see it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Stamp {
+    /// Of an object: what its server calls its version.
+    Object(String),
+    /// Size, inode and the times of the last changes of content and metadata, in seconds and nanoseconds.
+    File {
+        /// Its size.
+        length: u64,
+        /// Its inode.
+        inode: u64,
+        /// Of content and of metadata.
+        changed: [(i64, i64); 2],
+    },
 }
 
 /// A location in a plan.

@@ -17,15 +17,15 @@ use arrow::error::ArrowError;
 use arrow::ipc::convert::try_fb_to_schema;
 use arrow::ipc::reader::{read_dictionary, read_record_batch};
 use arrow::ipc::{self, CompressionType, root_as_footer, root_as_message};
-use contract::{Fault, Identity, Result, counted};
+use contract::{Fault, Result, counted};
 use zstd::zstd_safe::get_frame_content_size;
 
 use super::columns::{guarded, in_group};
 use super::decompress::Tee;
-use super::kinds;
+use super::groups::{ARROW as MAGIC, Cut, Groups, Layout};
+use super::{Content, kinds};
 use crate::disk::Disk;
 
-const MAGIC: &[u8; 6] = b"ARROW1";
 const CONTINUATION: [u8; 4] = [0xff; 4];
 
 /// What may follow the stream: a footer, with 24 bytes for each record batch.
@@ -37,10 +37,14 @@ const TRUSTED_BYTES: usize = 64 << 20;
 /// LZ4 expands a byte to at most 255; zstd can expand more, but then states the size of its content.
 const LZ4_RATIO_MAX: u64 = 255;
 
+/// Bytes read at a time.
+const RAW_BYTES: usize = 256 << 10;
+
 /// A file of messages.
 pub(super) struct Messages {
     raw: BufReader<Tee>,
     path: PathBuf,
+    groups: Groups,
     is_file: bool,
     schema: SchemaRef,
     projection: Option<Vec<usize>>,
@@ -49,6 +53,7 @@ pub(super) struct Messages {
         reason = "the library's interface; only ever looked up by id"
     )]
     dictionaries: std::collections::HashMap<i64, ArrayRef>,
+    /// The number of the next batch.
     batches: usize,
 }
 
@@ -59,15 +64,24 @@ struct Message {
 
 impl Messages {
     /// Opens `path` and reads its schema.
-    pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
+    pub(super) fn open(disk: &dyn Disk, path: &Path, cut: Option<&Cut>) -> Result<Self> {
+        let pieces = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
+        let groups = Groups::new(path, Layout::of_arrow(path, &pieces)?, 0, cut)?;
+        let (tee, first) = (groups.tee(disk, path)?, groups.range.start);
+        // The schema is at the begin of the file.
+        let (tee, rest) = match first {
+            0 => (tee, None),
+            _ => (Tee::open(disk, path)?, Some(tee)),
+        };
         let mut messages = Messages {
-            raw: BufReader::with_capacity(256 << 10, Tee::open(disk, path)?),
+            raw: BufReader::with_capacity(RAW_BYTES, tee),
             path: path.to_owned(),
+            groups,
             is_file: false,
             schema: Arc::new(Schema::empty()),
             projection: None,
             dictionaries: Default::default(),
-            batches: 0,
+            batches: first,
         };
         let mut first = messages.exactly(8)?;
         messages.is_file = first.starts_with(MAGIC);
@@ -88,6 +102,9 @@ impl Messages {
                 parsed(&message.head)?.header_as_schema().ok_or_else(|| unfit("no schema"))?;
             try_fb_to_schema(schema).map(Arc::new)
         })?;
+        if let Some(rest) = rest {
+            messages.raw = BufReader::with_capacity(RAW_BYTES, rest);
+        }
         Ok(messages)
     }
 
@@ -100,13 +117,27 @@ impl Messages {
         self.projection = Some(columns);
     }
 
-    /// The number of raw bytes read so far, and their identity.
-    pub(super) fn content(&self) -> (u64, Identity) {
-        self.raw.get_ref().content()
+    /// The number of the next batch.
+    pub(super) fn batches(&self) -> usize {
+        self.batches
+    }
+
+    /// The number of raw bytes read so far.
+    pub(super) fn raw_bytes(&self) -> u64 {
+        self.raw.get_ref().bytes()
+    }
+
+    /// What was read, once there are no more batches.
+    pub(super) fn content(&self) -> Content {
+        let read = self.batches - self.groups.range.start;
+        self.groups.content(self.raw.get_ref(), read as u64)
     }
 
     /// The next record batch; none after the end marker, once everything after it was checked.
     pub(super) fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
+        if self.batches == self.groups.range.end && !self.groups.are_last() {
+            return Ok(None);
+        }
         loop {
             let message = self.next_message();
             let message = message.map_err(in_group(&self.path, "record batch", self.batches))?;
@@ -139,9 +170,22 @@ impl Messages {
             })
             .map_err(in_group(&self.path, "record batch", self.batches))?;
             if batch.is_some() {
+                self.check_place()?;
                 self.batches += 1;
                 return Ok(batch);
             }
+        }
+    }
+
+    /// Checks that a batch ends where the footer says so: another part of a build may begin there.
+    fn check_place(&self) -> Result<()> {
+        let at = self.raw.get_ref().at() - self.raw.buffer().len() as u64;
+        match self.groups.end(self.batches) {
+            Some(end) if end != at => Err(self.damaged(&format!(
+                "record batch {} ends at byte {at}, by the footer at {end}",
+                self.batches
+            ))),
+            _ => Ok(()),
         }
     }
 

@@ -9,14 +9,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::fault::nearest;
-use contract::{Fault, Identity, Result, counted};
+use contract::{Fault, Result, counted};
 use memchr::{memchr, memchr_iter, memrchr};
 
 use super::arrays::Array;
 use super::decompress::Stream;
 use super::json::{self, FieldValues, Value, Wanted};
 use super::{
-    Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped, kinds, names,
+    Content, Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped, kinds, names,
     too_long_to_keep,
 };
 use crate::disk::Disk;
@@ -179,7 +179,11 @@ impl Input for Reader {
         }
     }
 
-    fn content(&self) -> (u64, Identity) {
+    fn raw_bytes(&self) -> u64 {
+        self.stream.raw_bytes()
+    }
+
+    fn content(&self) -> Content {
         self.stream.content()
     }
 }

@@ -54,7 +54,7 @@ pub(super) fn misnamed(path: &Path, head: &[u8]) -> Option<Fault> {
 /// The fault for a file that its decoder refuses: that of its real kind, if it is another one than expected.
 pub(super) fn instead(disk: &dyn Disk, path: &Path, fault: Fault) -> Fault {
     let mut head = Vec::new();
-    let read = || disk.stream(path)?.take(HEAD as u64).read_to_end(&mut head);
+    let read = || disk.stream(path, 0)?.take(HEAD as u64).read_to_end(&mut head);
     match fault.class() == Class::Data && { read }().is_ok() {
         true => misnamed(path, &head).filter(|_| !head.starts_with(b"PAR1")).unwrap_or(fault),
         false => fault,

@@ -12,6 +12,7 @@ mod arrow;
 mod columns;
 pub(crate) mod decompress;
 mod file;
+mod groups;
 mod ipc;
 mod json;
 mod jsonl;
@@ -34,6 +35,7 @@ use store::{KEPT_BYTES_MAX, Location};
 
 pub use self::file::SourceFile;
 pub(crate) use self::file::{Place, Stamp};
+pub(crate) use self::groups::{Cut, GroupHashes, Layout};
 use crate::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.
@@ -197,13 +199,24 @@ pub trait Input: Send {
     /// The next records, or nothing at the end of the file.
     fn next_slab(&mut self) -> Result<Option<Slab>>;
 
-    /// Raw bytes read so far, and their identity: that of the whole file once there are no more slabs.
-    fn content(&self) -> (u64, Identity);
+    /// Raw bytes read so far.
+    fn raw_bytes(&self) -> u64;
 
-    /// Its row groups or record batches, known once there are no more slabs; one where it has none of these.
-    fn segments(&self) -> u64 {
-        1
-    }
+    /// What was read, once there are no more slabs.
+    fn content(&self) -> Content;
+}
+
+/// What a file, or the groups of one that a part of a build reads, was found to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Content {
+    /// Raw bytes.
+    pub bytes: u64,
+    /// Their identity: of a file with groups, that of the hashes of these and of its footer.
+    pub sha256: Identity,
+    /// Row groups or record batches; one where it has none of these.
+    pub segments: u64,
+    /// The hashes, if it has groups.
+    pub(crate) hashes: Option<GroupHashes>,
 }
 
 /// Whole records of one file, read but not yet parsed.
@@ -307,15 +320,25 @@ pub fn open(
     fields: &Fields,
     limits: &Limits,
 ) -> Result<Box<dyn Input>> {
-    let file = file.into();
-    if let Location::Local(path) = &file {
-        return open_on(&Real, path, format, fields, limits);
+    open_cut(&file.into(), format, fields, limits, None)
+}
+
+/// The same for some groups of the file.
+fn open_cut(
+    file: &Location,
+    format: Format,
+    fields: &Fields,
+    limits: &Limits,
+    cut: Option<&Cut>,
+) -> Result<Box<dyn Input>> {
+    if let Location::Local(path) = file {
+        return open_on(&Real, path, format, fields, limits, cut);
     }
     file.reread(|| {
         let copy = file.fetch().map_err(|error| file.fault("open", &error))?;
         let (object, doubted) = (file.clone(), AtomicBool::new(false));
         let names = Arc::new(Names { copy, object, doubted });
-        let opened = open_on(&Real, names.copy.path(), format, fields, limits);
+        let opened = open_on(&Real, names.copy.path(), format, fields, limits, cut);
         let input = opened.map_err(|fault| names.named(fault))?;
         Ok(Box::new(Copied { input, names }) as Box<dyn Input>)
     })
@@ -376,12 +399,12 @@ impl Input for Copied {
         Ok(slab.map(named))
     }
 
-    fn content(&self) -> (u64, Identity) {
-        self.input.content()
+    fn raw_bytes(&self) -> u64 {
+        self.input.raw_bytes()
     }
 
-    fn segments(&self) -> u64 {
-        self.input.segments()
+    fn content(&self) -> Content {
+        self.input.content()
     }
 }
 
@@ -396,14 +419,15 @@ fn open_on(
     format: Format,
     fields: &Fields,
     limits: &Limits,
+    cut: Option<&Cut>,
 ) -> Result<Box<dyn Input>> {
     Ok(match format {
         Format::JsonLines => Box::new(jsonl::Reader::open(disk, path, *limits)?),
         Format::Parquet if fields.needs_rows() => {
-            Box::new(records::Reader::open(disk, path, fields, *limits)?)
+            Box::new(records::Reader::open(disk, path, fields, *limits, cut)?)
         }
-        Format::Parquet => Box::new(parquet::Reader::open(disk, path, fields, *limits)?),
-        Format::Arrow => Box::new(arrow::Reader::open(disk, path, fields, *limits)?),
+        Format::Parquet => Box::new(parquet::Reader::open(disk, path, fields, *limits, cut)?),
+        Format::Arrow => Box::new(arrow::Reader::open(disk, path, fields, *limits, cut)?),
         Format::Text => Box::new(text::Reader::open(disk, path, *limits)?),
     })
 }

@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Result};
 use parquet::basic::{ConvertedType, LogicalType, Type as PhysicalType};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use parquet::data_type::DataType;
@@ -17,7 +17,8 @@ use store::pieces::Pieces;
 
 use super::columns::{Column, Rows, guarded_pieces, in_group, only_or_null, wrong_column};
 use super::decompress::Tee;
-use super::{Fields, Input, Limits, Records, Slab, kinds};
+use super::groups::{Cut, Groups, Layout};
+use super::{Content, Fields, Input, Limits, Records, Slab, kinds};
 use crate::disk::Disk;
 
 /// Rows read at a time while a slab fills.
@@ -33,6 +34,7 @@ pub(super) struct Reader {
     pieces: Pieces,
     file: SerializedFileReader<Pieces>,
     tee: Tee,
+    groups: Groups,
     text: Leaf,
     id: Option<Leaf>,
     /// The next row group to open.
@@ -80,19 +82,22 @@ impl Reader {
         path: &Path,
         fields: &Fields,
         limits: Limits,
+        cut: Option<&Cut>,
     ) -> Result<Self> {
         let (pieces, file) = opened(disk, path)?;
         let columns = file.metadata().file_metadata().schema_descr().columns();
         let text = leaf(path, columns, fields.path(), &[PhysicalType::BYTE_ARRAY])?;
         let kinds = [PhysicalType::BYTE_ARRAY, PhysicalType::INT32, PhysicalType::INT64];
         let id = fields.id.as_deref().map(|id| leaf(path, columns, id, &kinds)).transpose()?;
-        let (path, tee) = (path.into(), Tee::open(disk, path)?);
-        Ok(Reader { path, limits, pieces, file, tee, text, id, group: 0, open: None })
+        let layout = Layout::of_metadata(path, &pieces, file.metadata())?;
+        let groups = Groups::new(path, layout, file.num_row_groups(), cut)?;
+        let (path, tee, group) = (path.into(), groups.tee(disk, path)?, groups.range.start);
+        Ok(Reader { path, limits, pieces, file, tee, groups, text, id, group, open: None })
     }
 
     /// Opens the next row group that has rows.
     fn next_group(&mut self) -> Result<Option<Group>> {
-        while self.group < self.file.num_row_groups() {
+        while self.group < self.groups.range.end {
             let index = self.group;
             self.group += 1;
             let meta = self.file.metadata().row_group(index);
@@ -196,12 +201,12 @@ impl Input for Reader {
         Ok(Some(slab))
     }
 
-    fn content(&self) -> (u64, Identity) {
-        self.tee.content()
+    fn raw_bytes(&self) -> u64 {
+        self.tee.bytes()
     }
 
-    fn segments(&self) -> u64 {
-        self.file.num_row_groups() as u64
+    fn content(&self) -> Content {
+        self.groups.content(&self.tee, self.groups.range.len() as u64)
     }
 }
 

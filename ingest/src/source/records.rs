@@ -7,7 +7,7 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
-use contract::{Fault, Identity, Result, counted};
+use contract::{Fault, Result, counted};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{
     ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
@@ -19,9 +19,10 @@ use store::pieces::Pieces;
 
 use super::columns::{check_types, guarded_pieces, in_group, only_top};
 use super::decompress::Tee;
+use super::groups::{Cut, Groups, Layout};
 use super::{
-    Document, Fields, Input, Limits, Parsed, Records, Row, Slab, TextAt, dropped, kinds, names,
-    too_long_to_keep,
+    Content, Document, Fields, Input, Limits, Parsed, Records, Row, Slab, TextAt, dropped, kinds,
+    names, too_long_to_keep,
 };
 use crate::disk::Disk;
 
@@ -39,6 +40,7 @@ pub(super) struct Reader {
     metadata: ArrowReaderMetadata,
     columns: Vec<usize>,
     tee: Tee,
+    groups: Groups,
     /// The next row group to open.
     group: usize,
     open: Option<(u32, u64, ParquetRecordBatchReader)>,
@@ -77,6 +79,7 @@ impl Reader {
         path: &Path,
         fields: &Fields,
         limits: Limits,
+        cut: Option<&Cut>,
     ) -> Result<Self> {
         let file = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
         let metadata = guarded_pieces(path, &file, || {
@@ -89,12 +92,14 @@ impl Reader {
         if !fields.is_record() {
             check_types(path, metadata.schema(), fields)?;
         }
-        let (path, tee) = (path.into(), Tee::open(disk, path)?);
-        Ok(Reader { path, limits, file, metadata, columns, tee, group: 0, open: None })
+        let layout = Layout::of_metadata(path, &file, metadata.metadata())?;
+        let groups = Groups::new(path, layout, metadata.metadata().num_row_groups(), cut)?;
+        let (path, tee, group) = (path.into(), groups.tee(disk, path)?, groups.range.start);
+        Ok(Reader { path, limits, file, metadata, columns, tee, groups, group, open: None })
     }
 
     fn next_group(&mut self) -> Result<Option<(u32, u64, ParquetRecordBatchReader)>> {
-        if self.group == self.metadata.metadata().num_row_groups() {
+        if self.group == self.groups.range.end {
             return Ok(None);
         }
         let group = self.group;
@@ -139,12 +144,12 @@ impl Input for Reader {
         }
     }
 
-    fn content(&self) -> (u64, Identity) {
-        self.tee.content()
+    fn raw_bytes(&self) -> u64 {
+        self.tee.bytes()
     }
 
-    fn segments(&self) -> u64 {
-        self.metadata.metadata().num_row_groups() as u64
+    fn content(&self) -> Content {
+        self.groups.content(&self.tee, self.groups.range.len() as u64)
     }
 }
 
@@ -333,7 +338,7 @@ mod tests {
     use parquet::file::properties::WriterProperties;
     use serde_json::json;
 
-    use super::super::{Format, open};
+    use super::super::{Format, groups, open};
     use super::*;
 
     /// Three rows of a chat, a number, and an unused column.
@@ -539,8 +544,9 @@ mod tests {
                 }
             }
             assert_eq!(found, wanted);
-            let bytes = std::fs::read(&path).unwrap();
-            assert_eq!(reader.content(), (bytes.len() as u64, Identity::of_bytes(&bytes)));
+            let Content { bytes, sha256, .. } = reader.content();
+            assert_eq!((bytes, sha256), groups::content(&path, format, None).unwrap());
+            assert_eq!(bytes, std::fs::metadata(&path).unwrap().len());
             let limits = Limits { max_document_bytes: 60, ..Limits::default() };
             let slab = open(&fields, limits).unwrap().next_slab().unwrap().unwrap();
             let Parsed::Dropped { fault, .. } = &slab.parse(&fields).unwrap()[0] else {

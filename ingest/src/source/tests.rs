@@ -2,12 +2,14 @@
 
 mod accepted;
 mod faults;
+mod groups;
 mod wrong;
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use super::*;
 use ::arrow::array::{
     Array, ArrayRef, BinaryArray, DictionaryArray, Int64Array, LargeStringArray, RecordBatch,
     StringArray, StringViewArray, StructArray,
@@ -23,8 +25,6 @@ use flate2::write::GzEncoder;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use store::location::memory::Memory;
-
-use super::*;
 
 /// A file in its own temporary folder.
 pub(super) struct Scratch {
@@ -55,18 +55,23 @@ fn read_on(
     fields: &Fields,
     limits: &Limits,
 ) -> Result<Vec<Parsed>> {
-    let mut input = {
-        let format = Format::guess(&file.path).unwrap();
-        open_on(disk, &file.path, format, fields, limits)?
-    };
+    let format = Format::guess(&file.path).unwrap();
+    let (parsed, content) =
+        read_all(open_on(disk, &file.path, format, fields, limits, None)?, fields)?;
+    let known = SourceFile::new((&file.path).into(), String::new(), format).content().unwrap();
+    assert_eq!((content.bytes, content.sha256), known);
+    assert_eq!(content.bytes, std::fs::metadata(&file.path).unwrap().len());
+    Ok(parsed)
+}
+
+fn read_all(mut input: Box<dyn Input>, fields: &Fields) -> Result<(Vec<Parsed>, Content)> {
     let mut parsed = Vec::new();
     while let Some(slab) = input.next_slab()? {
         parsed.extend(slab.parse(fields)?);
     }
-    let raw = std::fs::read(&file.path).unwrap();
-    assert_eq!(input.content(), (raw.len() as u64, Identity::of_bytes(&raw)));
+    let content = input.content();
     assert!(input.next_slab()?.is_none(), "an exhausted input stays so");
-    Ok(parsed)
+    Ok((parsed, content))
 }
 
 pub(super) fn read(file: &Scratch, text: &str, id: Option<&str>) -> Vec<Parsed> {

@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use contract::{Fault, Identity, Result, counted};
+use contract::{Fault, Result, counted};
 
 use super::decompress::Stream;
-use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
+use super::{Content, Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -55,7 +55,11 @@ impl Input for Reader {
         Ok(Some(Slab(Records::Whole(Whole { path: self.path.clone(), bytes, length, bytes_max }))))
     }
 
-    fn content(&self) -> (u64, Identity) {
+    fn raw_bytes(&self) -> u64 {
+        self.stream.raw_bytes()
+    }
+
+    fn content(&self) -> Content {
         self.stream.content()
     }
 }

@@ -29,7 +29,7 @@ pub(super) struct Learned {
     pub(super) merges: Vec<Pair>,
 }
 
-#[expect(clippy::disallowed_types, reason = "only looked up by pair, never gone through")]
+#[expect(clippy::disallowed_types, reason = "only looked up by pair, never iterated")]
 type Pairs = std::collections::HashMap<Pair, Occurrences>;
 
 /// Where a pair occurs, and how often.

@@ -225,11 +225,9 @@ fn what_cannot_be_trained_is_refused() {
     let mut corpus = corpus(&folder, &[texts]);
     let broken = folder.path().join("1.jsonl");
     std::fs::write(&broken, "{\"text\":\"a\"}\n{\"text\":\n").unwrap();
-    corpus.sources[0].files.push(crate::corpus::SourceFile {
-        path: broken.as_path().into(),
-        shown: "1.jsonl".to_owned(),
-        format: crate::source::Format::JsonLines,
-    });
+    let format = crate::source::Format::JsonLines;
+    let file = crate::corpus::SourceFile::new((&broken).into(), "1.jsonl".to_owned(), format);
+    corpus.sources[0].files.push(file);
     let message = train(&corpus, &request(300), QUICK).unwrap_err().to_string();
     assert!(message.contains("1.jsonl:2"), "{message}");
     corpus.on_error = crate::corpus::OnError::Skip;

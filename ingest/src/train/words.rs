@@ -52,7 +52,7 @@ pub(super) fn count(
         Part::Slab { slab, source, raw, .. } => {
             tally.slab(&slab, source, &rules).map(|()| Read::Within(raw))
         }
-        Part::FileEnd { bytes, .. } => Ok(Read::File(bytes)),
+        Part::FileEnd { content, .. } => Ok(Read::File(content.bytes)),
         Part::SourceEnd => Ok(Read::File(0)),
     };
     let begin = || Tally { records: nothing(corpus), ..Tally::default() };

@@ -13,14 +13,27 @@ fn a_place_is_a_path_or_an_address_and_nothing_else() {
             path => assert_eq!(found.unwrap(), Location::Local(PathBuf::from(path))),
         }
     }
-    assert!(locate("s3://b/key").unwrap().is_remote());
+    for url in [
+        "s3://b/key",
+        "gs://b/key",
+        "az://b/key",
+        "https://b/key",
+        "http://localhost:1/key",
+        "hf://datasets/o/n/key",
+    ] {
+        let place = locate(url).unwrap();
+        assert!(place.is_remote());
+        let writes = ["s3", "gs", "az"].contains(&&url[..2]);
+        assert_eq!(writable(&place).is_ok(), writes, "{url}");
+    }
     for wrong in [
         "",
         "a\0b",
         "s3://b/a\0b",
         "S3://b/key",
-        "gs://b/key",
-        "https://b/key",
+        "ftp://b/key",
+        "http://b/key",
+        "gs://b",
         "s3://b",
         "s3://b/a//c",
     ] {
@@ -42,5 +55,4 @@ fn a_file_names_others_beside_it_or_anywhere() {
     ] {
         assert_eq!(resolve(folder, name).unwrap().to_string(), wanted, "{folder} {name}");
     }
-    assert_eq!(bucket("b").join("a").to_string(), "s3://b/a");
 }

@@ -1,26 +1,14 @@
-//! Values that each process makes for itself: a forked child has none of the threads that serve its parent's.
+//! The memory that this process holds.
 
-use std::process;
-use std::sync::{Mutex, PoisonError};
+use std::fs;
 
-/// A value made at its first use in a process, which lives until the process ends.
-pub(crate) struct OncePerProcess<T: 'static>(Mutex<Option<(u32, &'static T)>>);
-
-impl<T> OncePerProcess<T> {
-    pub(crate) const fn new() -> Self {
-        OncePerProcess(Mutex::new(None))
-    }
-
-    /// This process's value, which `make` makes.
-    pub(crate) fn get(&self, make: impl FnOnce() -> T) -> &'static T {
-        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match *held {
-            Some((process, value)) if process == process::id() => value,
-            _ => {
-                let value: &'static T = Box::leak(Box::new(make()));
-                *held = Some((process::id(), value));
-                value
-            }
-        }
-    }
+/// The resident memory of this process in bytes: now, and at its peak. 0 where the system does not report it.
+pub fn resident() -> (u64, u64) {
+    let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        kilobytes.unwrap_or(0) << 10
+    };
+    (field("VmRSS:"), field("VmHWM:"))
 }

@@ -90,13 +90,15 @@ fn source_flaw(manifest: &Manifest, source: &SourceRecord) -> Option<String> {
     if let Some(what) = source.lists().find_map(|file| file_flaw(&mut names, "", file, 0)) {
         return Some(what);
     }
-    let (mut files, mut names) = (0, BTreeSet::new());
+    let (mut before, mut names) = ((0, 0), BTreeSet::new());
     for (number, part) in source.parts.iter().enumerate() {
-        let first = part.first_file;
-        if !(files..source.inputs.len().max(1) as u64).contains(&u64::from(first)) {
-            return Some(format!("part {number} begins with input {first}"));
+        let (first, group) = (part.first_file, part.first_group);
+        let segments = source.inputs.get(first as usize).map_or(1, |input| input.segments.max(1));
+        let is_input = (first as usize) < source.inputs.len().max(1);
+        if !is_input || u64::from(group) >= segments || (first, group) < before {
+            return Some(format!("part {number} begins with group {group} of input {first}"));
         }
-        files = u64::from(first);
+        before = (first, group);
         let folder = names::part(number as u32);
         let mut list = part.dropped_file.iter();
         if let Some(what) = list.find_map(|file| file_flaw(&mut names, &folder, file, 0)) {

@@ -20,6 +20,9 @@ use contract::{Fault, Result};
 /// The columns that every file has.
 const OWN_COLUMNS: usize = 10;
 
+/// Where `tokens` is among them.
+const TOKENS_COLUMN: usize = 9;
+
 /// Runs a decoder. A forger can make the digests of a file agree, and decoders use a file's own numbers as indices: a
 /// panic is an error of the file, made by `strange`, unless memory ran out.
 fn guarded<T>(
@@ -137,6 +140,38 @@ pub(crate) fn read_rows(
         }
         record.first_token += shard.first_token;
         record.file = record.file.saturating_add(first_file);
+    }
+    Ok(())
+}
+
+/// The tokens of each document of a file, in order, and its value of a kept column.
+pub(crate) fn kept_values(
+    file: &StoreFile,
+    shard: &ShardRecord,
+    column: &str,
+    mut each: impl FnMut(u64, Option<&str>) -> Result<()>,
+) -> Result<()> {
+    let path = &file.location();
+    let (builder, file) = builder(file)?;
+    let kept = format!("{KEPT}{column}");
+    let at = builder.schema().fields().iter().position(|field| *field.name() == kept);
+    let at = at.ok_or_else(|| strange(path))?;
+    let mask = ProjectionMask::roots(builder.parquet_schema(), [TOKENS_COLUMN, at]);
+    let (mut documents, mut tokens) = (0, 0u64);
+    for batch in batches(path.clone(), file, builder.with_projection(mask))? {
+        let batch = batch?;
+        let (counts, values) =
+            (batch.column(0).as_primitive::<UInt64Type>(), batch.column(1).as_string::<i32>());
+        for (count, value) in counts.values().iter().zip(values.iter()) {
+            tokens = tokens.saturating_add(*count);
+            documents += 1;
+            each(*count, value)?;
+        }
+    }
+    if (documents, tokens) != (shard.documents, shard.tokens) {
+        return Err(damaged(path, "provenance contradicts the manifest")
+            .found(format!("{documents} documents of {tokens} tokens"))
+            .wanted(format!("{} of {}", shard.documents, shard.tokens)));
     }
     Ok(())
 }

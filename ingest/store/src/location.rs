@@ -4,6 +4,7 @@
 //! never turned into a path. This module has no network client. An object carries its reader, a [`Remote`], which only
 //! `storage` and tests create.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
@@ -15,8 +16,35 @@ use contract::{Class, Digest, Fault, Identity, Result};
 
 use crate::{disk, regular};
 
-/// The prefix of the URL of an object.
-pub const SCHEME: &str = "s3://";
+mod address;
+
+pub use address::{Address, UrlScheme};
+
+/// What the identity of a file is taken from. Readers define what the groups of a format are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IdentityKind {
+    /// All its bytes.
+    Whole,
+    /// The row groups of a Parquet file.
+    RowGroups,
+    /// The record batches of an Arrow file.
+    RecordBatches,
+}
+
+impl IdentityKind {
+    /// Every kind.
+    pub const ALL: [IdentityKind; 3] =
+        [IdentityKind::Whole, IdentityKind::RowGroups, IdentityKind::RecordBatches];
+
+    /// Its name in the key of a cache.
+    pub fn name(self) -> &'static str {
+        match self {
+            IdentityKind::Whole => "whole",
+            IdentityKind::RowGroups => "row groups",
+            IdentityKind::RecordBatches => "record batches",
+        }
+    }
+}
 
 /// A file or a folder, local or remote.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,16 +53,6 @@ pub enum Location {
     Local(PathBuf),
     /// In object storage.
     Object(Object),
-}
-
-/// The name of an object, or of a folder of objects: a bucket and a key, which is empty for the whole bucket.
-///
-/// A key is taken as it is written: a percent sign or a space in it means itself. Its parts, between slashes, are never
-/// empty and never `.` or `..`, so that no two addresses name one object.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Address {
-    bucket: String,
-    key: String,
 }
 
 /// An address, with its reader.
@@ -55,10 +73,18 @@ pub trait Remote: Send + Sync {
     /// A whole copy on this machine.
     fn fetch(&self, object: &Address) -> io::Result<LocalFile>;
 
-    /// Size and SHA-256 of an object.
-    fn content(&self, object: &Address) -> io::Result<(u64, Identity)> {
-        regular::identity(regular::open(self.fetch(object)?.path())?)
+    /// Size and identity of an object, which `find` takes from a copy in the way called `kind`.
+    fn identity(
+        &self,
+        object: &Address,
+        _kind: IdentityKind,
+        find: &dyn Fn(&Path) -> io::Result<(u64, Identity)>,
+    ) -> io::Result<(u64, Identity)> {
+        find(self.fetch(object)?.path())
     }
+
+    /// What distinguishes the object from one that replaces it; as this process first learned it.
+    fn version(&self, object: &Address) -> io::Result<String>;
 
     /// Drops the local copies of an object that does not read right: the next use fetches it. Returns whether there
     /// were any.
@@ -69,6 +95,11 @@ pub trait Remote: Send + Sync {
     /// Creates an object of these bytes atomically. An existing one with these bytes is a success; one with other bytes
     /// is left as it is, which is [`io::ErrorKind::AlreadyExists`].
     fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()>;
+
+    /// The address that names the same object for ever: on a server with revisions, that of its revision now.
+    fn pinned(&self, object: &Address) -> io::Result<Address> {
+        Ok(object.clone())
+    }
 
     /// The objects below a folder, by their keys in it, and their sizes.
     fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>>;
@@ -108,116 +139,6 @@ impl LocalFile {
     }
 }
 
-impl Address {
-    /// Parses an address of the form `s3://bucket/key`; a trailing slash is allowed, as for folders.
-    pub fn parse(url: &str) -> Result<Self> {
-        let refused = |why: &str| {
-            Fault::usage(format!("this is not an address in object storage: {why}"))
-                .found(format!("{url:?}"))
-                .wanted("s3://bucket/key, as in s3://corpora/web/part-1.jsonl.zst")
-        };
-        let rest = url.strip_prefix(SCHEME).ok_or_else(|| refused("it begins otherwise"))?;
-        let (bucket, key) = rest.split_once('/').ok_or_else(|| refused("it has no key"))?;
-        if bucket.is_empty() {
-            return Err(refused("it has no bucket"));
-        }
-        if !is_bucket(bucket) {
-            return Err(refused("a bucket's name is made of letters, digits, `-`, `_` and dots"));
-        }
-        let key = key.strip_suffix('/').unwrap_or(key);
-        if key.is_empty() {
-            return Err(refused("it has no key"));
-        }
-        match key.split('/').find_map(flaw) {
-            Some(why) => Err(refused(why)),
-            None => Ok(Address { bucket: bucket.to_owned(), key: key.to_owned() }),
-        }
-    }
-
-    /// The whole bucket.
-    pub fn of_bucket(name: &str) -> Self {
-        Address { bucket: name.to_owned(), key: String::new() }
-    }
-
-    /// The bucket's name.
-    pub fn bucket(&self) -> &str {
-        &self.bucket
-    }
-
-    /// The key; empty for the whole bucket.
-    pub fn key(&self) -> &str {
-        &self.key
-    }
-
-    /// The last part of the key.
-    pub fn name(&self) -> &str {
-        self.key.rsplit('/').next().unwrap_or_default()
-    }
-
-    /// The entry `name` of this folder; a name may have several parts.
-    pub fn join(&self, name: &str) -> Self {
-        let key = match (self.key.as_str(), name) {
-            (key, "") => key.to_owned(),
-            ("", name) => name.to_owned(),
-            (key, name) => format!("{key}/{name}"),
-        };
-        Address { bucket: self.bucket.clone(), key }
-    }
-
-    /// The folder that holds it.
-    pub fn folder(&self) -> Self {
-        let key = self.key.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
-        Address { bucket: self.bucket.clone(), key }
-    }
-
-    /// Resolves a name that a file in this folder uses. Object storage has no links, so `..` is the parent folder.
-    fn resolve(&self, name: &str) -> Result<Self> {
-        let refused = |why: &str| {
-            Fault::usage(format!("this name leads to no object: {why}"))
-                .at(self.to_string())
-                .found(format!("{name:?}"))
-                .wanted("a name relative to this folder, or s3://bucket/key")
-        };
-        let mut at = self.clone();
-        for part in name.strip_suffix('/').unwrap_or(name).split('/') {
-            match part {
-                "." => {}
-                ".." if at.key.is_empty() => return Err(refused("it leaves the bucket")),
-                ".." => at = at.folder(),
-                part => match flaw(part) {
-                    Some(why) => return Err(refused(why)),
-                    None => at = at.join(part),
-                },
-            }
-        }
-        Ok(at)
-    }
-}
-
-/// Whether a bucket name is valid. It may become part of a host name, so it must not contain URL delimiters.
-fn is_bucket(name: &str) -> bool {
-    let ends = name.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && name.ends_with(|c: char| c.is_ascii_alphanumeric());
-    let letter = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    ends && name.len() <= 255 && name.chars().all(letter) && !name.contains("..")
-}
-
-/// Why a part of a key is not valid.
-fn flaw(part: &str) -> Option<&'static str> {
-    match part {
-        "" => Some("a part between two slashes is empty"),
-        "." | ".." => Some("`.` and `..` are not followed in a URL"),
-        part if part.chars().any(char::is_control) => Some("it has a control character"),
-        _ => None,
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{SCHEME}{}/{}", self.bucket, self.key)
-    }
-}
-
 impl Object {
     /// The object at `address`, read by `remote`.
     pub fn new(address: Address, remote: Arc<dyn Remote>) -> Self {
@@ -232,6 +153,16 @@ impl Object {
     /// Fills `buffer` from byte `offset` on.
     pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         self.remote.read_at(&self.address, buffer, offset)
+    }
+
+    /// What distinguishes it from an object that replaces it; see [`Remote::version`].
+    pub fn version(&self) -> io::Result<String> {
+        self.remote.version(&self.address)
+    }
+
+    /// Its size.
+    pub fn size(&self) -> io::Result<u64> {
+        self.remote.size(&self.address)
     }
 
     /// Makes the object; see [`Remote::create`].
@@ -252,6 +183,16 @@ impl Object {
     /// Removes the object, if it is there.
     pub fn remove(&self) -> io::Result<()> {
         self.remote.remove(&self.address)
+    }
+
+    /// The same object at an address that names it for ever; see [`Remote::pinned`].
+    pub fn pinned(&self) -> io::Result<Self> {
+        Ok(self.at(self.remote.pinned(&self.address)?))
+    }
+
+    /// All of its bucket, as a folder.
+    pub fn root(&self) -> Self {
+        self.at(self.address.root())
     }
 
     /// The entry `name` of this folder; a name may have several parts.
@@ -422,17 +363,39 @@ impl Location {
     pub fn size(&self) -> io::Result<u64> {
         match self {
             Location::Local(path) => regular::size(path),
-            Location::Object(object) => object.remote.size(&object.address),
+            Location::Object(object) => object.size(),
         }
     }
 
     /// Size and SHA-256 of the file.
     pub fn content(&self) -> Result<(u64, Identity)> {
-        let content = match self {
-            Location::Local(path) => regular::open(path).and_then(regular::identity),
-            Location::Object(object) => object.remote.content(&object.address),
+        let of_bytes = |path: &Path| {
+            let found = regular::open(path).and_then(regular::identity);
+            found.map_err(|error| self.fault("read", &error))
         };
-        content.map_err(|error| self.fault("read", &error))
+        self.identity(IdentityKind::Whole, of_bytes)
+    }
+
+    /// Size and identity of the file, which `find` takes from it as `kind` says.
+    pub fn identity(
+        &self,
+        kind: IdentityKind,
+        find: impl Fn(&Path) -> Result<(u64, Identity)>,
+    ) -> Result<(u64, Identity)> {
+        let object = match self {
+            Location::Local(path) => return find(path),
+            Location::Object(object) => object,
+        };
+        let failed = RefCell::new(None);
+        let find = |path: &Path| {
+            find(path).map_err(|fault| {
+                let error = io::Error::other(fault.to_string());
+                failed.replace(Some(fault));
+                error
+            })
+        };
+        let found = object.remote.identity(&object.address, kind, &find);
+        found.map_err(|error| failed.take().unwrap_or_else(|| self.fault("read", &error)))
     }
 
     /// Writes a file atomically. A local file is replaced; an object never is, and an existing one with other bytes is
@@ -458,11 +421,16 @@ impl Location {
     pub fn fault(&self, what: &str, error: &io::Error) -> Fault {
         match self {
             Location::Local(path) => Fault::io(what, path, error),
-            Location::Object(_) => {
+            Location::Object(object) => {
                 let fault = Fault::io(what, Path::new(""), error).at(self.to_string());
                 match error.kind() {
-                    io::ErrorKind::NotFound => fault.hint("check the address and AWS_ENDPOINT_URL"),
-                    io::ErrorKind::InvalidInput => fault.hint("mend this in the environment"),
+                    io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => {
+                        fault.hint(object.address.scheme().hint())
+                    }
+                    io::ErrorKind::InvalidInput => fault.hint("correct this in the environment"),
+                    io::ErrorKind::Unsupported => {
+                        Fault::usage(format!("cannot {what} it: {error}")).at(self.to_string())
+                    }
                     _ => fault,
                 }
             }

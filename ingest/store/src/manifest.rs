@@ -99,9 +99,16 @@ impl SourceRecord {
 pub struct PartRecord {
     /// The input file that it begins with (index into [`SourceRecord::inputs`]), from which its files count theirs.
     pub first_file: u32,
+    /// The row group or record batch of that file that it begins with; those before are of the part before.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub first_group: u32,
     /// The list of its dropped documents, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dropped_file: Option<FileRecord>,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 /// What steps of preparation did to a source:
@@ -139,7 +146,7 @@ pub struct InputRecord {
     pub path: String,
     /// Its size.
     pub bytes: u64,
-    /// SHA-256 of its bytes.
+    /// SHA-256 of its bytes; of a Parquet or Arrow file, over those of its groups and of its footer.
     pub sha256: Identity,
     /// Documents read from it, dropped ones included.
     pub documents: u64,

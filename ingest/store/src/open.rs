@@ -91,9 +91,9 @@ fn check_sum(store: &Location, bytes: &[u8]) -> Result<()> {
     let text = StoreFile::new(store, &[MANIFEST_SUM]).read();
     let hint = "restore both files, or remove the folder and build the store again";
     let text = text.map_err(|error| match error.kind() {
-        ErrorKind::NotFound => {
-            Fault::data(format!("{MANIFEST} has no sum beside it")).at(path.to_string()).hint(hint)
-        }
+        ErrorKind::NotFound => Fault::data(format!("{MANIFEST} has no digest file next to it"))
+            .at(path.to_string())
+            .hint(hint),
         _ => path.fault("read", &error),
     })?;
     let wanted = format!("{}\n", Digest::of_bytes(bytes));
@@ -131,7 +131,7 @@ fn no_store(store: &Location) -> Fault {
     if store.join(BUILD_FOLDER).is_dir() {
         return Fault::data("this store is half built")
             .at(place)
-            .hint("run the same `zdata build` again: it goes on where it stopped");
+            .hint("run the same `zdata build` again: it continues where it stopped");
     }
     if store.is_file() {
         return Fault::usage("this is a file, and a store is a folder").at(place).hint(

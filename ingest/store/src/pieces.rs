@@ -14,6 +14,7 @@ use bytes::Bytes;
 use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::reader::{ChunkReader, Length};
 
+use crate::location::Object;
 use crate::{Location, regular};
 use contract::Fault;
 use contract::fault::again;
@@ -27,6 +28,17 @@ pub trait Place: Send + Sync {
 impl Place for File {
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         FileExt::read_at(self, buffer, offset)
+    }
+}
+
+/// An object, with its size.
+struct Ranges(Object, u64);
+
+impl Place for Ranges {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        let Ranges(object, bytes) = self;
+        let most = bytes.saturating_sub(offset).min(buffer.len() as u64) as usize;
+        object.read_at(&mut buffer[..most], offset).map(|()| most)
     }
 }
 
@@ -50,6 +62,12 @@ impl Pieces {
     pub fn of_file(file: File) -> io::Result<Self> {
         let bytes = file.metadata()?.len();
         Ok(Pieces::of(Box::new(file), bytes))
+    }
+
+    /// An object, of which only the ranges are fetched that are read.
+    pub fn of_object(object: &Object) -> io::Result<Self> {
+        let bytes = object.size()?;
+        Ok(Pieces::of(Box::new(Ranges(object.clone(), bytes)), bytes))
     }
 
     /// The first `bytes` bytes of a place.

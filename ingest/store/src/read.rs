@@ -22,7 +22,7 @@ use self::starts::StartIndex;
 use crate::documents;
 use crate::folder::{StoreFile, damaged};
 use crate::open::part_file;
-use crate::rows::words;
+use crate::rows::{WIDTH, words};
 use crate::whole;
 use crate::write::block_offset;
 use crate::{
@@ -34,11 +34,16 @@ use contract::{Fault, Result};
 /// Memory for the indexes of document starts, in bytes.
 const INDEX_BYTES: u64 = 64 << 20;
 
+/// Memory for the document starts that were used last, in bytes: those of some four billion tokens.
+const PAGE_BYTES: u64 = 32 << 20;
+
 /// What all streams of a process share: open files and indexes, both bounded.
 pub struct ReadCache {
     tokens: Lru<Arc<TokenFile>>,
     starts: Lru<Arc<ColumnFile>>,
     indexes: Lru<Arc<StartIndex>>,
+    /// By stream, shard and first row.
+    pages: Lru<Arc<[u64]>, (u64, usize, u64)>,
     streams: AtomicU64,
 }
 
@@ -46,8 +51,8 @@ impl ReadCache {
     /// A cache of about `files` open files (busy threads may hold a few more for a moment).
     pub fn new(files: u64) -> Arc<Self> {
         let (tokens, starts) = (Lru::new(files.div_ceil(2).max(1)), Lru::new((files / 2).max(1)));
-        let indexes = Lru::new(INDEX_BYTES);
-        Arc::new(ReadCache { tokens, starts, indexes, streams: AtomicU64::new(0) })
+        let (indexes, pages) = (Lru::new(INDEX_BYTES), Lru::new(PAGE_BYTES));
+        Arc::new(ReadCache { tokens, starts, indexes, pages, streams: AtomicU64::new(0) })
     }
 
     /// A cache of half of the process's file handles.
@@ -278,11 +283,11 @@ impl StreamReader {
             let index = self.start_index(shard)?;
             index.visit(
                 index.rows_near(&part),
-                || self.start_file(shard),
-                |start| {
-                    if part.contains(&start) {
-                        out.push(base + start);
-                    }
+                |rows| self.start_page(shard, rows),
+                |starts| {
+                    let first = starts.partition_point(|start| *start < part.start);
+                    let inside = starts[first..].iter().take_while(|start| **start < part.end);
+                    out.extend(inside.map(|start| base + start));
                 },
             )?;
             at = end;
@@ -298,7 +303,11 @@ impl StreamReader {
         let inner = token - record.first_token;
         let rows = index.rows_near(&(inner..inner + 1));
         let mut after = rows.start;
-        index.visit(rows, || self.start_file(shard), |start| after += u64::from(start <= inner))?;
+        index.visit(
+            rows,
+            |rows| self.start_page(shard, rows),
+            |starts| after += starts.partition_point(|start| *start <= inner) as u64,
+        )?;
         (record.first_document + after)
             .checked_sub(1)
             .ok_or_else(|| Fault::bug(format!("token {token} stands before the first document")))
@@ -334,6 +343,19 @@ impl StreamReader {
         Ok(out)
     }
 
+    /// Calls `each` with the tokens of every document, in order, and its value of `column`, which is one of
+    /// [`SourceRecord::keep`].
+    pub fn kept_values(
+        &self,
+        column: &str,
+        mut each: impl FnMut(u64, Option<&str>) -> Result<()>,
+    ) -> Result<()> {
+        for (shard, record) in self.record().shards.iter().enumerate() {
+            documents::kept_values(&self.document_file(shard)?, record, column, &mut each)?;
+        }
+        Ok(())
+    }
+
     /// The indexes of all documents with this id: one, unless the corpus repeats ids. An own id wins over an equal
     /// `FILE#ROW` of a document without one. Reads every id of the stream.
     pub fn find(&self, id: &str) -> Result<Vec<u64>> {
@@ -356,6 +378,18 @@ impl StreamReader {
         let index = Arc::new(file.location().reread(|| StartIndex::load(&file, record))?);
         self.cache.indexes.put(slot, index.weight(), Arc::clone(&index));
         Ok(index)
+    }
+
+    /// The starts of `rows`, which are one page of an index.
+    fn start_page(&self, shard: usize, rows: Range<u64>) -> Result<Arc<[u64]>> {
+        let slot = (self.number, shard, rows.start);
+        if let Some(page) = self.cache.pages.get(slot) {
+            return Ok(page);
+        }
+        let file = self.start_file(shard)?;
+        let page = starts::read_rows(&file, rows)?;
+        self.cache.pages.put(slot, page.len() as u64 * WIDTH, Arc::clone(&page));
+        Ok(page)
     }
 
     fn start_file(&self, shard: usize) -> Result<Arc<ColumnFile>> {

@@ -103,7 +103,10 @@ fn listed(store: &Location) -> Result<Sizes> {
     let Location::Object(object) = store else { return Ok(Sizes::new()) };
     match object.sizes() {
         Err(error)
-            if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) =>
+            if matches!(
+                error.kind(),
+                ErrorKind::PermissionDenied | ErrorKind::InvalidInput | ErrorKind::Unsupported
+            ) =>
         {
             Ok(Sizes::new())
         }

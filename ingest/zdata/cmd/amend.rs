@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Ratio, Result, counted, note, shell};
 use curriculum::{AddedStore, Amendment, ChangedHyperparameter, NumbersChange};
 use ingest::progress::meanwhile;
-use loader::{OpenedCurriculum, Stores, steps_without_labels, without_labels};
+use loader::{OpenedCurriculum, Stores, hidden_by, steps_without_labels, without_labels};
 use mixer::{DataPlan, Mix};
 use serde::Serialize;
 use settings::File;
@@ -46,10 +46,10 @@ pub(crate) struct Args {
     /// A further store, whose sources mixes may name from then on.
     #[arg(long, value_name = "STORE", value_parser = super::place())]
     store: Option<Location>,
-    /// Train by another number from then on: optimizer.lr, optimizer.clip, schedule.warmup_steps, schedule.decay_steps,
-    /// schedule.final_lr, skip_step.window, skip_step.sigma, skip_step.non_finite, auto_clip.window,
-    /// auto_clip.percentile or dtype; may be given several times. Rates are those of a run that had it from its
-    /// beginning; windows that come new begin empty.
+    /// Train by another number from then on: optimizer.lr, optimizer.clip, schedule.kind, schedule.warmup_steps,
+    /// schedule.stable_steps, schedule.decay_steps, schedule.decay_shape, schedule.final_lr, skip_step.window,
+    /// skip_step.sigma, skip_step.non_finite, auto_clip.window, auto_clip.percentile or dtype; may be given several
+    /// times. Rates are those of a schedule that had it from its beginning; windows that come new begin empty.
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Let this one step move nothing, whatever its loss and gradient are; instead of --step.
@@ -135,8 +135,8 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         }
     };
     let mut ban: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
-    for one in &found {
-        ban.entry(one.source.clone()).or_default().insert(one.document);
+    for banned in &found {
+        ban.entry(banned.source.clone()).or_default().insert(banned.document);
     }
     let store = args.store.as_ref().map(|store| added(store, &path)).transpose()?;
     let mix = args.mix.clone().map(Mix::Constant);
@@ -255,7 +255,8 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
         let stream = stores.stream(source, Split::Train)?;
         for document in documents {
             // One may be named twice.
-            if all.iter().any(|one| (one.source.as_str(), one.document) == (source, document)) {
+            if all.iter().any(|known| (known.source.as_str(), known.document) == (source, document))
+            {
                 continue;
             }
             let record = stream.document(document)?;
@@ -302,7 +303,7 @@ fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
     if fs::metadata(path).is_ok_and(|about| about.permissions().readonly()) {
         return Err(Fault::usage("this file is not to be written")
             .at(path.display().to_string())
-            .hint("give it the permission (chmod u+w), or amend a copy of it"));
+            .hint("give it the permission (chmod u+w), or amend a copy"));
     }
     if disk::write_whole_if(path, after.as_bytes(), is_as_before)? {
         return Ok(());
@@ -332,12 +333,12 @@ impl Proof {
         let (mut repeated, mut left_out) = (0, 0);
         let mut sources = Vec::new();
         for (number, facts) in after.sources().iter().enumerate() {
-            let old = before.sources().iter().position(|it| it.name == facts.name);
+            let old = before.sources().iter().position(|source| source.name == facts.name);
             let stood = old.map(|old| before.standing(old, step));
             let stands = after.standing(number, step);
             if stood.is_some_and(|stood| stood != stands) {
                 return Err(Fault::bug(format!(
-                    "{} does not go on at step {step} where it stood",
+                    "{} does not continue at step {step} from its position",
                     facts.name
                 )));
             }
@@ -357,7 +358,10 @@ impl Proof {
         let count = becomes.curriculum.amendments.len();
         let [numbers, then] = [was, becomes].map(|of| of.curriculum.numbers_at(step));
         let numbers = numbers.changed(&then);
-        let banned = found.into_iter().map(|one| BanRow::new(after, one)).collect::<Result<_>>()?;
+        let banned = found
+            .into_iter()
+            .map(|document| BanRow::new(becomes, document))
+            .collect::<Result<_>>()?;
         let digest_of_run =
             [before, after].map(|plan| plan.digest_through(plan.steps()).to_string());
         let (digest_before, written) = (new, false);
@@ -406,7 +410,7 @@ impl Proof {
         }
         let _ = writeln!(
             out,
-            "  tokens that come again: {}; that no step reads any more: {}; every source goes on where it stands",
+            "  tokens that come again: {}; that no step reads any more: {}; every source continues at its position",
             self.repeated, self.left_out
         );
         for BanRow { id, source, document, origin, tokens, labels } in banned {
@@ -437,14 +441,15 @@ impl Proof {
 
 impl BanRow {
     fn new(
-        plan: &DataPlan,
+        opened: &OpenedCurriculum,
         FoundDocument { id, source, document, origin }: FoundDocument,
     ) -> Result<Self> {
+        let plan = &opened.plan;
         let ban = plan
             .bans()
             .iter()
             .find(|ban| ban.document == document && plan.sources()[ban.source].name == source);
-        let (tokens, labels) = ban.map_or(Ok((0, 0)), |ban| plan.hidden_by(ban))?;
+        let (tokens, labels) = ban.map_or(Ok((0, 0)), |ban| hidden_by(opened, ban))?;
         Ok(BanRow { id, source, document, origin, tokens, labels })
     }
 }

@@ -1,16 +1,18 @@
 //! `zdata batch`: what one step trains on, down to file, row and text.
 
 use std::fmt::Write as _;
+use std::ops::Range;
 
 use contract::{Fault, Result, counted};
 use ingest::tokenize::Decoder;
 use loader::explain::{SequencePart, pieces};
-use loader::{RankSlice, Stores};
+use loader::{Infill, RankSlice, Stores};
 use mixer::{DataPlan, SampleSpec, StepSpec};
 use serde::Serialize;
 use store::{Location, Split};
 
 use super::output;
+use super::reaction::FollowedRun;
 
 /// Characters of a document's text in the table.
 const SHOWN: usize = 96;
@@ -20,7 +22,7 @@ const SHOWN: usize = 96;
 #[command(after_help = "Examples: zdata batch curricula/demo.toml --step 12\n          \
     zdata batch curricula/demo.toml --step 12 --sequence 3 --text")]
 pub(crate) struct Args {
-    /// The curriculum: a path or s3://bucket/key.
+    /// The curriculum: a path or a URL.
     #[arg(value_parser = super::place())]
     curriculum: Location,
     /// The step, from 1.
@@ -35,6 +37,8 @@ pub(crate) struct Args {
     /// Show one sequence only, counted in the step from 0.
     #[arg(long, value_name = "I", conflicts_with_all = ["rank", "world"])]
     sequence: Option<u64>,
+    #[command(flatten)]
+    follow: FollowedRun,
     /// Print JSON, with token ids, labels, loss mask and the whole text.
     #[arg(long)]
     json: bool,
@@ -68,6 +72,9 @@ struct Sequence {
     digest: Option<String>,
     /// Labels that count: what the mean loss is divided by.
     label_count: Option<u64>,
+    /// What the losses of its labels are multiplied by, unless that is 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_weight: Option<String>,
     padding: u32,
     /// What the model reads: an id for each place, 0 in padding.
     token_ids: Vec<i32>,
@@ -97,16 +104,32 @@ pub(crate) struct Document {
     document_tokens: u64,
     /// Whether an amendment hides it here: then the model sees padding in its place.
     banned: bool,
+    /// How it is rearranged for fill-in-the-middle, if it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    infill: Option<InfillRow>,
     /// Unless only places are wanted.
     #[serde(skip_serializing_if = "Option::is_none")]
     text: Option<String>,
 }
 
+/// A rearranged run: its parts, in tokens of the document.
+#[derive(Serialize)]
+pub(crate) struct InfillRow {
+    /// `psm` (prefix, suffix, middle) or `spm`.
+    mode: &'static str,
+    prefix: [u64; 2],
+    middle: [u64; 2],
+    suffix: [u64; 2],
+    /// The tokens that make place for the three sentinels.
+    left_out: [u64; 2],
+}
+
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = super::opened(&args.curriculum)?;
+    let opened = args.follow.opened(&args.curriculum)?;
     let plan = &opened.plan;
     let spec = plan.step(args.step).map_err(|fault| fault.or_at(|| opened.file.to_string()))?;
+    plan.check_fixed(args.step)?;
     let rows = rows(&args, &spec)?;
     let whole = rows.len() as u64 == spec.batch;
     let (sequences, digest) = match opened.text() {
@@ -193,6 +216,11 @@ impl Sequence {
             epoch: sample.epoch,
             digest: None,
             label_count: None,
+            loss_weight: sample
+                .objective
+                .as_ref()
+                .map(|objective| objective.loss_weight.to_string())
+                .filter(|weight| weight != "1"),
             padding: sample.seq_len - filled,
             token_ids: Vec::new(),
             labels: Vec::new(),
@@ -210,6 +238,9 @@ impl Sequence {
         let _ = write!(out, ", tokens {} of the source", parts.join(" + "));
         if let Some(labels) = label_count {
             let _ = write!(out, ", {}", counted(*labels, "label"));
+        }
+        if let Some(weight) = &self.loss_weight {
+            let _ = write!(out, ", loss weight {weight}");
         }
         if *padding > 0 {
             let _ = write!(out, ", {padding} padding");
@@ -249,6 +280,7 @@ impl Document {
             of_document: [inner.start, inner.end],
             document_tokens: record.tokens,
             banned: piece.banned,
+            infill: InfillRow::of(&piece),
             text: decoder.map(text).transpose()?,
         })
     }
@@ -257,12 +289,14 @@ impl Document {
         let Document { id, origin, tokens: [from, to], of_document, document_tokens, text, .. } =
             self;
         let banned = if self.banned { " (banned)" } else { "" };
+        let infill = self.infill.as_ref().map(|infill| format!(" ({})", infill.text()));
+        let infill = infill.unwrap_or_default();
         let part = match of_document {
             [0, end] if end == document_tokens => String::new(),
             [start, end] => format!(" (its {start}..{end} of {document_tokens})"),
         };
         let (id, origin) = (output::plain(id), output::plain(origin));
-        let mut out = format!("  {from}..{to}  {id}{part}{banned}  {origin}\n");
+        let mut out = format!("  {from}..{to}  {id}{part}{banned}{infill}  {origin}\n");
         let text = text.as_deref().unwrap_or_default();
         if full {
             text.lines().for_each(|line| out += &format!("    | {line}\n"));
@@ -270,6 +304,25 @@ impl Document {
             out += &format!("    {}\n", shortened(text));
         }
         out
+    }
+}
+
+impl InfillRow {
+    /// That of a piece, if it is rearranged.
+    pub(crate) fn of(piece: &SequencePart) -> Option<Self> {
+        let Infill { mode, prefix, middle, suffix, left_out, tokens: _ } = piece.infill.as_ref()?;
+        let first = piece.in_document().start;
+        let part = |part: &Range<u32>| [part.start, part.end].map(|token| first + u64::from(token));
+        let [prefix, middle, suffix, left_out] = [prefix, middle, suffix, left_out].map(part);
+        Some(InfillRow { mode: mode.name(), prefix, middle, suffix, left_out })
+    }
+
+    /// On one line.
+    pub(crate) fn text(&self) -> String {
+        let InfillRow { mode, prefix, middle, suffix, left_out } = self;
+        let part = |name: &str, [from, to]: &[u64; 2]| format!("{name} {from}..{to}");
+        let parts = [part("prefix", prefix), part("middle", middle), part("suffix", suffix)];
+        format!("{mode}: {}, {}", parts.join(", "), part("without", left_out))
     }
 }
 

@@ -8,6 +8,7 @@ use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, check, inspect, moved};
 use storage::publish;
+use storage::upload::{self, Upload};
 use store::location::Object;
 use store::{Location, Manifest, open};
 
@@ -23,8 +24,8 @@ pub(crate) struct Args {
     /// The corpus file: which inputs, which tokenizer.
     #[arg(value_parser = super::place())]
     corpus: Location,
-    /// The folder that becomes the store, or s3://bucket/prefix.
-    #[arg(long, required_unless_present_any = ["check", "dry_run"], value_parser = super::place())]
+    /// The folder that becomes the store, or a URL, such as s3://bucket/prefix or gs://bucket/prefix.
+    #[arg(long, required_unless_present_any = ["check", "dry_run"], value_parser = super::output_place())]
     out: Option<Location>,
     /// Build nothing: read everything, and list the records that are not documents.
     #[arg(long, conflicts_with_all = ["out", "encoder", "executor", "cache_dir", "sbatch"])]
@@ -81,10 +82,9 @@ enum Encoder {
     Reference,
 }
 
-/// Builds into a folder and tells how it went.
-fn build(corpus: &Corpus, out: &Path, options: Options) -> Result<Manifest> {
-    let kept = options.work.is_some();
-    Ok(match ingest::build(corpus, out, options)? {
+/// Reports how a build ended, which keeps its parts or not.
+fn report(outcome: Outcome, kept: bool) -> Manifest {
+    match outcome {
         Outcome::UpToDate(manifest) => up_to_date(manifest),
         Outcome::Built { manifest, summary, tallies, audited: (documents, bytes) } => {
             note!("{summary}");
@@ -95,28 +95,39 @@ fn build(corpus: &Corpus, out: &Path, options: Options) -> Result<Manifest> {
             note!("audit: {documents} ({bytes}) encoded again by tokenizers, no difference");
             manifest
         }
-    })
+    }
 }
 
 fn up_to_date(manifest: Manifest) -> Manifest {
-    note!("up to date: the store was built from this very request");
+    note!("up to date: the store was built from the same corpus file, tokenizer and inputs");
     manifest
 }
 
-/// Builds on this machine, then puts the store into its bucket.
+/// Builds on this machine, and puts parts into the bucket as they are made; the manifest last.
 fn remote_build(corpus: &Corpus, target: &Object, options: Options) -> Result<Manifest> {
     let url = Location::Object(target.clone());
     let (scratch, quiet) = (publish::scratch(target)?, options.quiet);
     if url.join(open::MANIFEST).is_file()? {
         let manifest = ingest::build::built(corpus, &url, options.engine)?;
         moved::left(&scratch, &url, quiet)?;
+        upload::forget(&scratch)?;
         return Ok(up_to_date(manifest));
     }
     let sources = || corpus.sources.iter().map(|source| source.name.as_str());
-    publish::check_place(target, |name| ingest::build::is_of_a_store(sources(), name))?;
-    let manifest = build(corpus, &scratch, options)?;
-    let put = || super::publish::publish(&scratch, target, &manifest, quiet);
+    let (mut upload, kept) = (Upload::begin(target, &scratch)?, options.work.is_some());
+    // A killed build of other sources has put what is removed later.
+    let is_ours = |name: &str| ingest::build::is_of_a_store(sources(), name) || upload.knows(name);
+    publish::check_place(target, is_ours)?;
+    let mut put = |path: &Path, name: &str| upload.put(path, name);
+    let built = ingest::build::build_telling(corpus, &scratch, options, &mut put)?;
+    let manifest = report(built, kept);
+    let put = || {
+        let files = publish::files(&manifest);
+        let finish = |passed: &dyn Fn(u64)| upload.finish(&scratch, &manifest, passed);
+        super::publish::during(&scratch, &files, quiet, finish)
+    };
     moved::to(&scratch, &url, quiet, put)?;
+    upload::forget(&scratch)?;
     Ok(manifest)
 }
 
@@ -228,7 +239,8 @@ fn shown(forecast: &Forecast) -> String {
     let (part_bytes, store) = (words::bytes(*part_bytes), words::bytes(*store_bytes));
     let (memory, record) = (words::bytes(*memory_bytes), words::bytes(*max_document_bytes));
     let workers = counted(*workers, "worker");
-    text += &format!("parts: {parts}, of at most {part_bytes} (part_bytes) or one file\n");
+    text +=
+        &format!("parts: {parts}, of about {part_bytes} (part_bytes), or one file or row group\n");
     text += &format!("store: about {store}\n");
     text += &format!(
         "memory: at most {memory} with {workers}, and {RECORD_FACTOR} times the longest record that each of them \
@@ -268,7 +280,10 @@ pub(crate) fn exec(args: Args, quiet: bool, program: PathBuf) -> Result<()> {
     } else {
         match args.out()? {
             Location::Object(target) => remote_build(&corpus, target, options)?,
-            Location::Local(folder) => build(&corpus, folder, options)?,
+            Location::Local(folder) => {
+                let kept = options.work.is_some();
+                report(ingest::build(&corpus, folder, options)?, kept)
+            }
         }
     };
     let out = args.out()?;

@@ -11,6 +11,7 @@ use loader::{OpenedCurriculum, PrefetchOptions, PrefetchSource, Prefetcher, Step
 use store::Location;
 
 use super::output;
+use super::reaction::FollowedRun;
 
 /// Tokens that a thread holds at a time, about: 50 MB, whatever a step has.
 const HELD_TOKENS: u64 = 1 << 22;
@@ -19,9 +20,9 @@ const HELD_TOKENS: u64 = 1 << 22;
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata digest curricula/demo.toml --steps 1..101\n\n\
     Each line is a step and its digest: xxh3-128 over the ordered digests of its sequences \
-    (tokens, positions, document boundaries, loss mask).")]
+    (tokens, positions, document boundaries, loss mask, and the loss weight where it is not 1).")]
 pub(crate) struct Args {
-    /// The curriculum: a path or s3://bucket/key.
+    /// The curriculum: a path or a URL.
     #[arg(value_parser = super::place())]
     curriculum: Location,
     /// Steps A..B: A to B - 1, counted from 1.
@@ -30,6 +31,8 @@ pub(crate) struct Args {
     /// Threads; they change the speed, never a digest.
     #[arg(long, value_name = "N", value_parser = super::workers, default_value_t = default_workers())]
     workers: usize,
+    #[command(flatten)]
+    follow: FollowedRun,
     /// Print a JSON object per line.
     #[arg(long)]
     json: bool,
@@ -42,8 +45,8 @@ pub(crate) fn default_workers() -> usize {
 
 /// Does it.
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
-    let Args { curriculum, steps, workers, json } = args;
-    let opened = super::opened(&curriculum)?;
+    let Args { curriculum, steps, workers, follow, json } = args;
+    let opened = follow.opened(&curriculum)?;
     let mut lines = String::new();
     let count = steps.end - steps.start;
     let mut progress = Progress::new("digest", Measure::Count("step"), count, quiet);
@@ -76,7 +79,8 @@ pub(crate) fn summaries(
             .found(format!("steps {}..{}", steps.start, steps.end))
             .wanted(format!("steps within 1..{}", last + 1)));
     }
+    opened.plan.check_fixed(steps.end.saturating_sub(1))?;
     let (plan, stores) = (Arc::clone(&opened.plan), Arc::clone(opened.stores()?));
     let options = PrefetchOptions { threads: workers, depth: 2 * workers };
-    Prefetcher::summaries(PrefetchSource { plan, stores, steps, options }, HELD_TOKENS)
+    Prefetcher::summaries(PrefetchSource { plan: plan.into(), stores, steps, options }, HELD_TOKENS)
 }

@@ -11,14 +11,14 @@ use super::output;
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata export store --format megatron --out megatron --source web")]
 pub(crate) struct Args {
-    /// The store: a folder or s3://bucket/key.
+    /// The store: a folder or a URL.
     #[arg(value_parser = super::place())]
     store: Location,
     /// Whose layout.
     #[arg(long, value_enum)]
     format: Format,
-    /// The folder to make, or s3://bucket/key: files lie in OUT/SOURCE/SPLIT.
-    #[arg(long, value_parser = super::place())]
+    /// The folder to make, or a URL: files lie in OUT/SOURCE/SPLIT.
+    #[arg(long, value_parser = super::output_place())]
     out: Location,
     /// This source only.
     #[arg(long)]
@@ -71,7 +71,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let request = Export { store, out, peer: format.peer(), source, split, quiet };
     let note = match export(&request)? {
         Exported::UpToDate(note) => {
-            note!("up to date: these files are of this very store");
+            note!("up to date: these files were exported from the same store");
             note
         }
         Exported::Done(note, summary) => {

@@ -27,7 +27,7 @@ pub(crate) struct Args {
     /// The tokenizer.json that made the tokens: every id is held against it.
     #[arg(long, value_parser = super::place())]
     tokenizer: Location,
-    /// A source and its files, or a folder of them, here or at s3://bucket/key; again for more.
+    /// A source and its files, or a folder of them, here or at a URL; again for more.
     #[arg(long = "source", value_name = "NAME=PATH", value_parser = part)]
     sources: Vec<(String, Location)>,
     /// The same; every document is held out for validation.
@@ -100,7 +100,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     };
     let manifest = match import(&request)? {
         Imported::UpToDate(manifest) => {
-            note!("up to date: the store was imported from these very files");
+            note!("up to date: the store was imported from the same files");
             manifest
         }
         Imported::Done(manifest, summary) => {

@@ -10,7 +10,7 @@ use ingest::init;
 #[command(after_help = "Example: zdata init mine")]
 pub(crate) struct Args {
     /// The folder of your text: Parquet, Arrow, JSON Lines or plain text, in folders or not.
-    #[arg(value_parser = super::local("name a folder here: what it writes is short, and easily changed to s3:// places"))]
+    #[arg(value_parser = super::local("name a folder here: what it writes is short, and easily changed to places elsewhere"))]
     folder: PathBuf,
 }
 

@@ -13,7 +13,7 @@ use super::output;
     zdata inspect store --dropped\n          \
     zdata inspect store --sample 5 --corpus corpus.toml")]
 pub(crate) struct Args {
-    /// The store: a folder or s3://bucket/key.
+    /// The store: a folder or a URL.
     #[arg(value_parser = super::place())]
     store: Location,
     /// Answer a program.

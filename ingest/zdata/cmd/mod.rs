@@ -13,6 +13,7 @@ pub(crate) mod inspect;
 pub(crate) mod output;
 pub(crate) mod plan;
 pub(crate) mod publish;
+mod reaction;
 mod recorded;
 pub(crate) mod schema;
 pub(crate) mod shuffle_test;
@@ -30,9 +31,14 @@ use ingest::progress::meanwhile;
 use loader::OpenedCurriculum;
 use store::Location;
 
-/// Reads a place: a path, or `s3://bucket/key`.
+/// Reads a place: a path or a URL.
 pub(crate) fn place() -> impl TypedValueParser<Value = Location> {
     OsStringValueParser::new().try_map(|text| storage::locate_argument(&text))
+}
+
+/// Reads a place at which something is created.
+pub(crate) fn output_place() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(|text| storage::locate_output(&text))
 }
 
 /// Reads a path of this machine; `otherwise` says what to do with what lies elsewhere.

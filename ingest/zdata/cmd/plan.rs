@@ -1,18 +1,23 @@
 //! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, and text only where
 //! bans leave it open whether a step has labels.
 
+mod buckets;
+
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use contract::Result;
 use ingest::inspect::{grouped as count, many};
-use loader::{OpenedCurriculum, steps_without_labels, without_labels};
+use loader::{OpenedCurriculum, hidden_by, steps_without_labels, without_labels};
 use mixer::{
-    Ban, Composition, Curriculum, DataPlan, MixWeights, PackedLength, PhasePlan, SourceFacts,
+    Ban, Composition, Curriculum, DataPlan, Mix, MixWeights, PackedLength, PhasePlan, SourceFacts,
 };
 use serde::Serialize;
 use store::Location;
 
+use self::buckets::BucketRow;
 use super::output;
+use super::reaction::{FollowedRun, ReactionRow};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -22,9 +27,11 @@ use super::output;
     A micro-batch is the sequences of one forward and backward pass. A unit is the run of tokens in which a source is \
     shuffled; every seq_len divides it. [model] is not checked here: `ztrain` knows its keys and checks them at start.")]
 pub(crate) struct Args {
-    /// The curriculum: a path or s3://bucket/key.
+    /// The curriculum: a path or a URL.
     #[arg(value_parser = super::place())]
     curriculum: Location,
+    #[command(flatten)]
+    follow: FollowedRun,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -32,7 +39,7 @@ pub(crate) struct Args {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = super::opened(&args.curriculum)?;
+    let opened = args.follow.opened(&args.curriculum)?;
     let report = Report::new(&opened)?;
     output::answer(args.json, &report, || report.text())
 }
@@ -49,6 +56,9 @@ pub(crate) struct Report {
     digest: String,
     /// Always false: only `ztrain` knows what `[model]` may say.
     model_checked: bool,
+    /// The last step whose data is fixed, where a mix reacts to losses that are not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fixed_until: Option<u64>,
     phases: Vec<PhaseRow>,
     sources: Vec<SourceRow>,
     /// Documents that amendments hide; unknown where stores are stubs.
@@ -94,6 +104,9 @@ struct PhaseRow {
     /// The curve of a ramp: `linear`, `cosine` or `table`.
     #[serde(skip_serializing_if = "Option::is_none")]
     curve: Option<&'static str>,
+    /// How it reacts to the loss, if it does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reaction: Option<ReactionRow>,
     sources: Vec<UseRow>,
 }
 
@@ -135,9 +148,15 @@ struct SourceRow {
     /// The least `max_epochs` that would do.
     epochs_needed: u64,
     max_epochs: u64,
+    /// Of a bucket: what it is cut from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bucket: Option<BucketRow>,
     /// Of each length at which its documents are packed, where they are.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     packed: Vec<PackedRow>,
+    /// What it asks the model to predict, where that is not each next token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    objective: Option<String>,
 }
 
 /// What there is of a packed source at one length.
@@ -157,34 +176,35 @@ struct PackedRow {
 impl Report {
     pub(crate) fn new(opened: &OpenedCurriculum) -> Result<Self> {
         let (plan, curriculum): (&DataPlan, &Curriculum) = (&opened.plan, &opened.curriculum);
-        let segments = curriculum.segments();
-        // One row for all batches of a mix.
-        let firsts: Vec<usize> =
-            (0..segments.len()).filter(|index| segments[*index].mix_before == 0).collect();
-        let ends = firsts.iter().skip(1).copied().chain([segments.len()]);
-        let rows = firsts.iter().zip(ends);
-        let phases: Vec<PhaseRow> = rows
-            .map(|(first, end)| {
-                let curve = segments[*first].spec.mix.curve();
-                PhaseRow::new(plan, curriculum, *first..end, curve)
-            })
-            .collect();
+        let mixes: BTreeMap<String, Mix> =
+            curriculum.segments().into_iter().map(|it| (it.mix_key, it.spec.mix)).collect();
+        // One row for all batches and windows of a mix.
+        let mut first = 0;
+        let rows = plan.phases().chunk_by(|one, next| one.mix_key == next.mix_key);
+        let rows = rows.map(|parts| {
+            first += parts.len();
+            PhaseRow::new(plan, curriculum, first - parts.len()..first, &mixes[&parts[0].mix_key])
+        });
+        let phases: Vec<PhaseRow> = rows.collect();
         let source = |(index, facts): (usize, &SourceFacts)| {
-            let SourceFacts { name, tokens, documents, unit } = facts.clone();
+            let SourceFacts { name, tokens, documents, unit, .. } = facts.clone();
             let taken = plan.tokens_needed(index);
-            SourceRow {
+            Ok(SourceRow {
                 max_epochs: curriculum.max_epochs(&name),
                 epochs_needed: plan.epochs_needed(index),
                 epochs: epochs(taken, tokens),
                 packed: PackedRow::all(plan, index),
+                bucket: BucketRow::new(opened, &name)?,
+                objective: plan.objective(index).map(ToString::to_string),
                 name,
                 tokens,
                 documents,
                 unit,
                 taken,
-            }
+            })
         };
-        let banned = plan.bans().iter().map(|ban| BanRow::new(plan, ban));
+        let banned = plan.bans().iter().map(|ban| BanRow::new(opened, ban));
+        let sources = plan.sources().iter().enumerate().map(source);
         Ok(Report {
             steps: plan.steps(),
             samples: plan.samples(),
@@ -192,9 +212,10 @@ impl Report {
             padding: phases.iter().map(|phase| phase.padding).sum(),
             digest: plan.digest_through(plan.steps()).to_string(),
             model_checked: false,
-            sources: plan.sources().iter().enumerate().map(source).collect(),
+            sources: sources.collect::<Result<_>>()?,
             banned: banned.collect::<Result<_>>()?,
             without_labels: steps_without_labels(opened)?,
+            fixed_until: Some(plan.fixed_until()).filter(|last| *last < plan.steps()),
             phases,
         })
     }
@@ -218,6 +239,7 @@ impl Report {
         });
         out += "sources, over the whole run\n";
         out += &table(head, rows.collect());
+        out += &buckets::text(&self.sources);
         for SourceRow { name, packed, .. } in &self.sources {
             if !packed.is_empty() {
                 out += &format!("{name}, packed by best fit\n");
@@ -231,6 +253,11 @@ impl Report {
                         many(row.documents, "document")
                     );
                 }
+            }
+        }
+        for SourceRow { name, objective, .. } in &self.sources {
+            if let Some(objective) = objective {
+                out += &format!("{}: {objective}\n", output::plain(name));
             }
         }
         let Report { steps, samples, tokens, padding, digest, .. } = self;
@@ -281,33 +308,34 @@ impl PackedRow {
 }
 
 impl BanRow {
-    fn new(plan: &DataPlan, ban: &Ban) -> Result<Self> {
-        let (tokens, labels) = plan.hidden_by(ban)?;
-        let source = plan.sources()[ban.source].name.clone();
+    fn new(opened: &OpenedCurriculum, ban: &Ban) -> Result<Self> {
+        let (tokens, labels) = hidden_by(opened, ban)?;
+        let source = opened.plan.sources()[ban.source].name.clone();
         Ok(BanRow { step: ban.step, source, document: ban.document, tokens, labels })
     }
 }
 
 impl PhaseRow {
     /// The row of consecutive segments of one mix.
-    fn new(
-        plan: &DataPlan,
-        curriculum: &Curriculum,
-        segments: Range<usize>,
-        curve: Option<&'static str>,
-    ) -> Self {
-        let parts = &plan.phases()[segments.clone()];
+    fn new(plan: &DataPlan, curriculum: &Curriculum, segments: Range<usize>, mix: &Mix) -> Self {
+        let (parts, curve) = (&plan.phases()[segments.clone()], mix.curve());
         let (phase, last) = (&parts[0], &parts[parts.len() - 1]);
         let mut composition = Composition::default();
         let sources: Vec<UseRow> = (0..phase.uses.len())
             .map(|entry| {
-                let mut of_source = Composition::default();
-                segments.clone().for_each(|index| of_source += plan.composition(index, entry));
+                let (mut of_source, mut samples, mut tokens) = (Composition::default(), 0, 0);
+                let source = phase.uses[entry].source;
+                for (index, part) in segments.clone().zip(parts) {
+                    // A source that ran out is in no later window.
+                    let used = part.uses.iter().position(|one| one.source == source);
+                    let Some(entry) = used else { continue };
+                    of_source += plan.composition(index, entry);
+                    samples += part.uses[entry].samples;
+                    tokens += part.uses[entry].tokens;
+                }
                 composition += of_source;
-                let facts = &plan.sources()[phase.uses[entry].source];
+                let facts = &plan.sources()[source];
                 let [weight, end] = weights(phase, last, curriculum, entry, &facts.name);
-                let samples = parts.iter().map(|part| part.uses[entry].samples).sum::<u64>();
-                let tokens = parts.iter().map(|part| part.uses[entry].tokens).sum::<u64>();
                 let before = phase.uses[entry].tokens_before;
                 UseRow {
                     name: facts.name.clone(),
@@ -322,7 +350,8 @@ impl PhaseRow {
                 }
             })
             .collect();
-        let batches = parts.iter().map(|part| [part.first_step, part.batch]);
+        let sizes = parts.chunk_by(|one, next| one.batch == next.batch);
+        let batches: Vec<_> = sizes.map(|parts| [parts[0].first_step, parts[0].batch]).collect();
         PhaseRow {
             name: phase.name.clone(),
             first_step: phase.first_step,
@@ -330,7 +359,7 @@ impl PhaseRow {
             steps: parts.iter().map(|part| part.steps).sum(),
             seq_len: phase.seq_len,
             batch: phase.batch,
-            batches: batches.filter(|_| parts.len() > 1).collect(),
+            batches: if batches.len() > 1 { batches } else { Vec::new() },
             micro_batch: phase.micro_batch,
             context_chunks: phase.context_chunks,
             weight_shards: phase.weight_shards,
@@ -340,6 +369,7 @@ impl PhaseRow {
             composition,
             digest: plan.digest_through(last.last_step()).to_string(),
             curve,
+            reaction: mix.reaction().map(|reaction| ReactionRow::new(plan, phase, last, reaction)),
             sources,
         }
     }
@@ -367,6 +397,7 @@ impl PhaseRow {
         rows.extend(<[String; 8]>::try_from(total));
         out += &table(head, rows);
         out += &self.made_of();
+        out += &self.reaction.as_ref().map_or_else(String::new, ReactionRow::text);
         out + "\n"
     }
 
@@ -443,16 +474,21 @@ fn weights(
     name: &str,
 ) -> [WeightRow; 2] {
     let row = |weights: &[u64], side: &str, segment: &PhasePlan, sample: u64| {
-        let typed = curriculum.typed(&format!("{}{side}.{name}", phase.mix_key));
+        let typed = |name: &str| {
+            let typed = |side| curriculum.typed(&format!("{}{side}.{name}", phase.mix_key));
+            typed(side).or_else(|| typed(".start")).map(unquoted)
+        };
+        // A bucket that the mix does not name has a part of the weight of its source.
+        let part = || Some(format!("of {}", typed(curriculum.bucket(name)?.0)?));
         WeightRow {
             weight: weights[entry],
-            typed: typed.map_or_else(|| weights[entry].to_string(), unquoted),
+            typed: typed(name).or_else(part).unwrap_or_else(|| weights[entry].to_string()),
             share: segment.mixing.share(entry, sample),
         }
     };
     let end = last.samples();
     match phase.mixing.weights() {
-        MixWeights::Constant(weights) => [row(weights, "", phase, 0), row(weights, "", last, end)],
+        MixWeights::Constant(weights) => [row(weights, "", phase, 0), row(weights, "", phase, 0)],
         MixWeights::Ramp { from, to, knots: _ } => {
             [row(from, ".from", phase, 0), row(to, ".to", last, end)]
         }

@@ -31,9 +31,9 @@ pub(crate) struct Args {
     /// Tokens in the vocabulary, special ones included.
     #[arg(long)]
     vocab: u32,
-    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key. Another one there is never
+    /// The tokenizer to write, in Hugging Face's format: a path or a URL. Another one there is never
     /// overwritten.
-    #[arg(long, value_parser = super::place())]
+    #[arg(long, value_parser = super::output_place())]
     out: Location,
     /// A special token; repeat it for more. They get the last ids.
     #[arg(long = "special", default_value = "<|endoftext|>")]
@@ -89,7 +89,10 @@ fn tell(out: &Location, request: &Request, trained: &Trained, json: bool) -> Res
         note!("{}", inspect::dropped_of(&records.source, read, records.reasons()));
     }
     if *vocab < request.vocab {
-        note!("no other pair of tokens occurs twice: {} were asked for", request.vocab);
+        note!(
+            "note: {vocab} tokens instead of {}: no further pair of tokens occurs twice in this text",
+            request.vocab
+        );
     }
     let answer = json!({
         "path": out.to_string(), "sha256": identity, "vocab": vocab, "documents": documents,

@@ -13,7 +13,7 @@ use super::output;
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata verify store")]
 pub(crate) struct Args {
-    /// The store: a folder or s3://bucket/key.
+    /// The store: a folder or a URL.
     #[arg(value_parser = super::place())]
     store: Location,
     /// Answer a program.

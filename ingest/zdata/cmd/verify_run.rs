@@ -79,7 +79,9 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         );
     }
     ends_behind(&ledger, kept.newest())?;
-    let opened = OpenedCurriculum::of_run(&args.run, &args.store, &ledger.head.stores)?;
+    let mut opened = OpenedCurriculum::of_run(&args.run, &args.store, &ledger.head.stores)?;
+    // Weights that react to the loss are held against those of the ledger here.
+    opened.follow(&args.run)?;
     let steps = ledger.data.len() as u64;
     if steps > 0 {
         compare(&ledger, &opened, args.workers, quiet)?;
@@ -203,7 +205,8 @@ fn reaches_data(edit: &CurriculumDifference, begun: &Curriculum, now: &Curriculu
                 edit.key.strip_prefix("phase.")?.strip_prefix(&*phase.name)?.strip_prefix('.')
             };
             let idle = |field: &str| {
-                matches!(field, "context_chunks" | "weight_shards") || field.starts_with("model.")
+                let own = ["context_chunks", "weight_shards", "schedule"];
+                own.contains(&field) || field.starts_with("model.")
             };
             let mut fields = begun.phases.iter().filter_map(field).peekable();
             fields.peek().is_none() || fields.any(|field| !idle(field))

@@ -3,20 +3,22 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use contract::{Fault, Result, counted};
+use contract::{Fault, Result, counted, note};
 use ingest::progress::meanwhile;
-use loader::Stores;
+use loader::{Stores, explain};
 use mixer::{DataPlan, Visit};
 use serde::Serialize;
 use store::{DocumentRecord, Location, Split};
 
+use super::batch::InfillRow;
 use super::output;
+use super::reaction::FollowedRun;
 
 /// Arguments.
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata where curricula/demo.toml --doc web-1234")]
 pub(crate) struct Args {
-    /// The curriculum: a path or s3://bucket/key.
+    /// The curriculum: a path or a URL.
     #[arg(value_parser = super::place())]
     curriculum: Location,
     /// The document's id.
@@ -25,6 +27,8 @@ pub(crate) struct Args {
     /// Search this source only.
     #[arg(long, value_name = "NAME")]
     source: Option<String>,
+    #[command(flatten)]
+    follow: FollowedRun,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -58,14 +62,23 @@ struct Seen {
     sample: u64,
     /// Whether an amendment hides it there.
     banned: bool,
+    /// How it is rearranged there for fill-in-the-middle, if it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    infill: Option<InfillRow>,
 }
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = super::opened(&args.curriculum)?;
+    let opened = args.follow.opened(&args.curriculum)?;
     let stores = opened.stores()?;
     let (doc, source) = (args.doc.as_str(), args.source.as_deref());
     let found = meanwhile("where", "searching", || search(&opened.plan, stores, doc, source))?;
+    if opened.plan.fixed_until() < opened.plan.steps() {
+        let last = opened.plan.fixed_until();
+        note!(
+            "note: the mix reacts to the loss: what steps after {last} read is not fixed, and left out"
+        );
+    }
     output::answer(args.json, &found, || text(&found))
 }
 
@@ -96,54 +109,64 @@ fn found(
     doc: &str,
     source: Option<&str>,
 ) -> Result<Vec<Whereabouts>> {
-    if let Some(name) = source {
-        stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
+    let within = |name: &str| source.is_none_or(|only| stores.is_called(name, only));
+    if let Some(name) = source
+        && !plan.sources().iter().any(|facts| within(&facts.name))
+    {
+        stores.stream(name, Split::Train)?; // A fault that knows the names.
     }
     let mut found = Vec::new();
-    for (number, facts) in plan.sources().iter().enumerate() {
-        if source.is_some_and(|name| *name != facts.name) {
-            continue;
-        }
-        for split in Split::ALL {
-            let stream = stores.stream(&facts.name, split)?;
-            for document in stream.find(doc)? {
+    for split in Split::ALL {
+        for (number, documents) in stores.find(doc, split, within)? {
+            let name = &plan.sources()[number].name;
+            let stream = stores.stream(name, split)?;
+            for document in documents {
                 let record = stream.document(document)?;
                 let seen = match split {
-                    Split::Train => seen(plan, number, &record)?,
+                    Split::Train => seen(plan, stores, number, &record)?,
                     Split::Validation => Vec::new(),
                 };
-                found.push(Whereabouts {
+                let place = Whereabouts {
                     id: record.shown_id().into_owned(),
-                    source: facts.name.clone(),
+                    source: name.clone(),
                     split: split.name(),
                     document,
                     origin: output::origin(stream.source(), &record),
                     kept: stream.source().kept(&record),
                     tokens: record.tokens,
                     seen,
-                });
+                };
+                found.push((number, place));
             }
         }
     }
-    Ok(found)
+    found.sort_by_key(|(number, _)| *number);
+    Ok(found.into_iter().map(|(_, place)| place).collect())
 }
 
-fn seen(plan: &DataPlan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>> {
+fn seen(
+    plan: &DataPlan,
+    stores: &Stores,
+    source: usize,
+    record: &DocumentRecord,
+) -> Result<Vec<Seen>> {
     let visits = plan.visits(source, record.first_token..record.first_token + record.tokens)?;
     let seen = |visit: Visit| {
         let step = plan.step_of(visit.sample)?;
         let first = visit.token - record.first_token;
+        let (sample, at) = (plan.sample(visit.sample)?, visit.offset_in_sequence);
         Ok(Seen {
             step,
             sequence: visit.sample - plan.step(step)?.first_sample,
             offset: visit.offset_in_sequence,
             tokens: [first, first + u64::from(visit.tokens)],
             sample: visit.sample,
-            banned: plan
-                .sample(visit.sample)?
-                .banned
-                .iter()
-                .any(|it| it.contains(&visit.offset_in_sequence)),
+            banned: sample.banned.iter().any(|it| it.contains(&at)),
+            infill: match plan.objective(source).and_then(|one| one.fim.as_ref()) {
+                Some(_) => explain::piece_at(plan, stores, &sample, at)?
+                    .and_then(|piece| InfillRow::of(&piece)),
+                None => None,
+            },
         })
     };
     visits.into_iter().map(seen).collect()
@@ -163,11 +186,13 @@ fn text(found: &[Whereabouts]) -> String {
         } else if seen.is_empty() {
             out += "  no step of this curriculum comes to it\n";
         }
-        for Seen { step, sequence, offset, tokens: [from, to], sample: _, banned } in seen {
+        for Seen { step, sequence, offset, tokens: [from, to], sample: _, banned, infill } in seen {
             let banned = if *banned { ", banned" } else { "" };
+            let infill = infill.as_ref().map(|infill| format!(", {}", infill.text()));
+            let infill = infill.unwrap_or_default();
             let _ = writeln!(
                 out,
-                "  step {step}, sequence {sequence}, offset {offset}: its tokens {from}..{to}{banned}"
+                "  step {step}, sequence {sequence}, offset {offset}: its tokens {from}..{to}{banned}{infill}"
             );
         }
     }

@@ -28,7 +28,7 @@ const MADE_UP: usize = 1 << 36;
 
 /// The last message, written without allocating memory.
 const LAST_WORDS: &str = "error: there is not enough memory\n  hint:   free some, raise `ulimit -v`, or use fewer workers or \
-                          smaller micro-batches; the same command goes on where it stopped\n";
+                          smaller micro-batches; the same command continues where it stopped\n";
 
 /// mimalloc's error code for a lack of memory: `ENOMEM`, the same number on every Unix.
 const NO_MEMORY: c_int = 12;

@@ -106,8 +106,8 @@ fn refusal(release: &str, folders: &[PathBuf], passed: &[String], here: Option<&
         let _ = write!(text, "; passed over, as another release or build: {}", passed.join(", "));
     }
     text.push_str(
-        "; `python3 kernels/libtorch/provision.py --cuda` fetches NVIDIA's, and a ROCm one is taken where LIBTORCH names it \
-         for the build",
+        "; `python3 kernels/libtorch/provision.py --cuda` fetches that for NVIDIA; for AMD, build with LIBTORCH naming the \
+         libtorch of a ROCm PyTorch",
     );
     text
 }

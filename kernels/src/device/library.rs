@@ -255,7 +255,8 @@ impl<'a> Compiler<'a> {
 
     /// A named part of a program's output.
     ///
-    /// # Safety The program is alive, and `name` is a function that copies bytes; the function `name` + `Size` returns
+    /// # Safety
+    /// The program is alive, and `name` is a function that copies bytes; the function `name` + `Size` returns
     /// their number.
     unsafe fn taken(&self, program: Handle, name: &str) -> Result<Vec<u8>> {
         let mut size = 0;
@@ -350,7 +351,8 @@ impl Module {
 
     /// Queues a kernel on a stream of the device.
     ///
-    /// # Safety The arguments have the types of the kernel's parameters, in their order. Memory that they refer to is
+    /// # Safety
+    /// The arguments have the types of the kernel's parameters, in their order. Memory that they refer to is
     /// on the device, large enough for the kernel's accesses, and not freed before the stream has run it.
     pub(super) unsafe fn launch(
         &self,

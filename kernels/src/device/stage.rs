@@ -158,7 +158,7 @@ impl HostBytes {
     /// Blocks the calling thread until no copy reads it any more.
     fn wait(&mut self) -> Result<()> {
         if self.lost {
-            let reason = "a copy out of it failed".to_owned();
+            let reason = "an earlier copy from this buffer failed".to_owned();
             return Err(Error::Foreign { call: "write a buffer", reason });
         }
         while let Some(copy) = self.copies.last() {

@@ -53,7 +53,8 @@ impl Ticket {
 
     /// The number with which it was closed.
     ///
-    /// # Panics If it is not closed.
+    /// # Panics
+    /// If it is not closed.
     pub(super) fn number(&self) -> u64 {
         let number = self.number.load(Ordering::Acquire);
         assert!(number > 0, "only what is closed is waited for");

@@ -151,7 +151,7 @@ impl Peers {
             Some(word) => word.error(),
             None => Error::Missing {
                 what: format!(
-                    "rank {peer} came to the meeting, but rank {rank} hears nothing of it: {error}"
+                    "rank {peer} has joined, but rank {rank} gets no answer from it: {error}"
                 ),
             },
         };
@@ -391,7 +391,7 @@ impl Peers {
         let how = if late {
             format!("did not come within {}", seconds(self.timeout))
         } else {
-            "is gone".to_owned()
+            "has ended".to_owned()
         };
         let report = format!("a rank {how}: {lost}; missed in {operation} at {}", self.here());
         self.report_once(operation, numbers, report)
@@ -452,7 +452,7 @@ impl Peers {
         self.spoke_first.store(true, Ordering::Relaxed);
         Error::Missing {
             what: format!(
-                "{holder}, which holds the store, is gone or cut off: missed in {operation} ({error})"
+                "{holder}, which holds the store, has ended or cannot be reached: missed in {operation} ({error})"
             ),
         }
     }

@@ -444,7 +444,7 @@ impl Agent {
         let name = generation_name(&self.name, self.generation);
         let store = KeyValueStore::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
         let numbers: Vec<u32> = lost.iter().filter_map(position).map(|at| at as u32).collect();
-        store.lose(&numbers, &format!("a rank is gone: {}", how.join("; ")))
+        store.lose(&numbers, &format!("a rank has ended: {}", how.join("; ")))
     }
 }
 

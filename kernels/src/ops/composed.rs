@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::call::Call;
 use super::check;
+use super::linear_router::{TopK, chosen, chosen_back};
 use super::operands::HiddenInputs;
 use super::{
     ConvShift, Dispatch, Ops, ParamGradient, RouterGrads, RouterSaved, RouterWeights, Routes,
@@ -36,10 +37,8 @@ pub(super) fn router<O: Ops + ?Sized>(
     let first_out = first.f_gelu("none")?;
     let second = first_out.f_linear(by.fc2, Some(by.fc2_bias))?;
     let second_out = second.f_gelu("none")?;
-    let probabilities = second_out.f_matmul(&by.out.f_tr()?)?.f_softmax(-1, Kind::Float)?;
-    // argmax returns the first of equal values on every device.
-    let choice = probabilities.f_add(balance)?.f_argmax(-1, false)?;
-    let weight = probabilities.f_gather(1, &choice.f_unsqueeze(1)?, false)?;
+    let logits = second_out.f_matmul(&by.out.f_tr()?)?;
+    let [probabilities, choice, weight] = chosen(&logits, Some(balance), TopK::ONE)?;
     let saved = RouterSaved {
         before: before.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
@@ -51,7 +50,7 @@ pub(super) fn router<O: Ops + ?Sized>(
         probabilities,
         choice: choice.shallow_clone(),
     };
-    Ok((Routes { choice, weight, state }, saved))
+    Ok((Routes { choice, weight, state: Some(state) }, saved))
 }
 
 pub(super) fn router_backward<O: Ops + ?Sized>(
@@ -64,11 +63,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
 ) -> Result<RouterGrads> {
     check::router_backward(x, weight, state, &saved.state)?;
     let [normed, first_out] = saved.apart()?;
-    let choice = saved.choice.f_unsqueeze(1)?;
-    // Softmax backward of a gradient in one class only: p_j * ([j = c] - p_c) times p_c's gradient.
-    let scaled = weight.f_mul(&saved.probabilities.f_gather(1, &choice, false)?)?;
-    let mut logits = saved.probabilities.f_mul(&scaled.f_neg()?)?;
-    let _ = logits.f_scatter_add_(1, &choice, &scaled)?;
+    let logits = chosen_back(&saved.probabilities, &saved.choice, weight, TopK::ONE)?;
     let out = logits.f_tr()?.f_matmul(&saved.second_out)?;
     let second = saved.second.f_gelu_backward(&logits.f_matmul(by.out)?, "none")?;
     let fc2 = second.f_tr()?.f_matmul(first_out)?;

@@ -52,7 +52,8 @@ pub type RecurrentState = Option<Tensor>;
 impl Recurrence {
     /// For key heads whose states keep a factor of `rates` at each token, computed by `ops` on `device`.
     ///
-    /// # Errors As everywhere in this file: if libtorch or the device refuses, or memory runs out.
+    /// # Errors
+    /// As everywhere in this file: if libtorch or the device refuses, or memory runs out.
     pub fn new(ops: OpsTable, rates: Vec<f64>, device: Device) -> Result<Recurrence> {
         let heads = rates.len() as i64;
         let row = |rate: f64| (0..=BLOCK).map(move |tokens| power(rate, tokens) as f32);

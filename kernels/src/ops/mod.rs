@@ -6,7 +6,7 @@
 //! reference/  the same in libtorch's operators, on any device: what the others are tested against
 //! device/     our own kernels on a GPU, libtorch's operators for the rest
 //! composed    operations composed of others and of libtorch's, for tables without their own; so is cross_entropy
-//! linear_attention   the recurrence, its features and its gate, likewise
+//! linear_attention   the recurrence, its features and its gate, likewise; so are linear_router and rotary
 //! operands    operands and results of operations       check   requirements on operands
 //! update      the tensors that a step updates, and the update in main memory
 //! ```
@@ -25,8 +25,10 @@ mod cpu;
 mod cross_entropy;
 mod device;
 pub mod linear_attention;
+pub mod linear_router;
 mod operands;
 mod reference;
+pub mod rotary;
 #[cfg(test)]
 mod tests;
 mod update;
@@ -60,7 +62,8 @@ pub type OpsTable = &'static dyn Ops;
 /// The operations. "Float" is f32 or bf16, the kind of the model's large matmuls; all tensors are contiguous unless
 /// stated otherwise, and on the table's device.
 ///
-/// # Errors [`Error::Operand`] if an operand does not fit, which is a bug of the caller; otherwise errors of the
+/// # Errors
+/// [`Error::Operand`] if an operand does not fit, which is a bug of the caller; otherwise errors of the
 /// library below, including lack of memory.
 pub trait Ops: fmt::Debug + Send + Sync {
     /// Name and version, as in the kernel table.
@@ -457,7 +460,8 @@ impl PartialEq for dyn Ops {
 
 /// Splits a tensor, flattened, into chunks of `chunk` elements; the last one may be shorter.
 ///
-/// # Errors If memory runs out.
+/// # Errors
+/// If memory runs out.
 pub fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
     let flat = tensor.f_reshape([-1])?;
     let length = flat.size()[0];
@@ -492,7 +496,8 @@ pub const ATTENTIONS: [OpsTable; 2] =
 
 /// Whether the second of [`ATTENTIONS`] uses libtorch's kernels for this call; otherwise it uses our own.
 ///
-/// # Errors If the operands are not on a GPU.
+/// # Errors
+/// If the operands are not on a GPU.
 pub fn library_attends(by: Attention) -> Result<bool> {
     Ok(device::takes_attention(&Queue::of(by.query.device())?, by))
 }

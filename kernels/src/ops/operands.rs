@@ -401,15 +401,16 @@ pub struct RouterWeights<'a> {
     pub part: bool,
 }
 
-/// The class of every token, and its weight.
+/// The classes of every token, and their weights; k is 1 unless a router chooses several
+/// ([`TopK`](super::linear_router::TopK)).
 #[derive(Debug)]
 pub struct Routes {
-    /// `[N]`, i64: the class chosen; ties go to the lowest.
+    /// `[N k]`, i64: the classes chosen, token by token and ascending; ties go to the lowest.
     pub choice: Tensor,
-    /// `[N, 1]`, f32: its probability.
+    /// `[N k, 1]`, f32: their probabilities, or these divided by their sum.
     pub weight: Tensor,
-    /// `[N, R]`, f32: the state, for the router after this one.
-    pub state: Tensor,
+    /// `[N, R]`, f32: the state, for the router after this one; `None` where routers have no state.
+    pub state: Option<Tensor>,
 }
 
 /// Data for a router's backward pass.
@@ -481,7 +482,7 @@ pub struct CrossEntropy<'a> {
     pub weights: &'a Tensor,
     /// `[N]`, i64.
     pub labels: &'a Tensor,
-    /// `[N]`, f32: 1 for tokens with a label, otherwise 0.
+    /// `[N]`, f32: for tokens with a label, what their loss is multiplied by in the gradient; otherwise 0.
     pub mask: &'a Tensor,
     /// Tokens whose logits exist at once.
     pub chunk: i64,
@@ -492,7 +493,7 @@ pub struct CrossEntropy<'a> {
     pub part: bool,
 }
 
-/// Losses, and gradients of their sum over a divisor.
+/// Losses, and gradients of their weighted sum over a divisor.
 #[derive(Debug)]
 pub struct CrossEntropyGrads {
     /// `[N]`, f32: nats, 0 for tokens without a label.

@@ -60,9 +60,9 @@ def main():
         for micro in batch.micro_batches():
             logits = model(torch.from_numpy(micro.tokens), torch.from_numpy(micro.position_ids))
             labels = zdata.torch.shifted_labels(micro)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            loss.backward()
-            sums += torch.tensor([loss.item(), micro.label_count])
+            losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
+            (losses * torch.from_numpy(micro.loss_weights)).sum().backward()
+            sums += torch.tensor([losses.sum().item(), micro.label_count])
         digests = [batch.sequence_digests]
         if world > 1:
             dist.all_reduce(sums)

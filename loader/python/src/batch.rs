@@ -102,6 +102,12 @@ impl Batch {
         Ok(self.get()?.sequences.iter().map(ToString::to_string).collect())
     }
 
+    /// For each row: what the losses of its labels are multiplied by.
+    #[getter]
+    fn loss_weights(&self) -> Outcome<Vec<f32>> {
+        Ok(self.get()?.samples.iter().map(mixer::SampleSpec::loss_weight).collect())
+    }
+
     /// The digest of a run of rows.
     fn digest(&self, rows: (usize, usize)) -> Outcome<String> {
         let (batch, part) = self.part(rows)?;

@@ -1,6 +1,7 @@
 //! A curriculum with its plan and its stores: what steps there are, and their batches.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use contract::{Fault, Result};
@@ -21,7 +22,7 @@ use crate::process::{Mine, Owned, PerProcess};
 const HELD_TOKENS: u64 = 1 << 22;
 
 /// The most threads that read ahead, and the most batches that wait.
-const THREADS_MAX: usize = 1024;
+pub(crate) const THREADS_MAX: usize = 1024;
 const DEPTH_MAX: usize = 1 << 16;
 
 /// An opened curriculum.
@@ -45,19 +46,32 @@ impl Curriculum {
 
 #[pymethods]
 impl Curriculum {
-    /// Opens a file; `overrides` is a JSON object of keys and values that replace the file's.
+    /// Opens a file; `overrides` is a JSON object of keys and values that replace the file's. The losses of the run in
+    /// the folder `run` fix what mixes read that react to them.
     #[new]
-    fn new(py: Python<'_>, file: std::path::PathBuf, overrides: Option<String>) -> Outcome<Self> {
+    fn new(
+        py: Python<'_>,
+        file: PathBuf,
+        overrides: Option<String>,
+        run: Option<PathBuf>,
+    ) -> Outcome<Self> {
+        let run =
+            run.map(|run| std::path::absolute(&run).map_err(|it| Fault::io("find", &run, &it)));
+        let run = run.transpose()?;
         let file = storage::written(&storage::locate_argument(file.as_os_str())?.absolute()?);
-        let open = move || match &overrides {
-            None => OpenedCurriculum::open(storage::locate_written(&file)?),
-            Some(overrides) => {
-                let file = storage::locate_written(&file)?;
-                let text = file.read().map_err(|error| file.fault("read", &error))?;
-                let text = settings_of(&file, text, overrides)?;
-                let name = format!("{} with overrides", file.name());
-                OpenedCurriculum::open_text(file.folder().join(&name), text)
-            }
+        let open = move || {
+            let file = storage::locate_written(&file)?;
+            let mut opened = match &overrides {
+                None => OpenedCurriculum::open(file)?,
+                Some(overrides) => {
+                    let text = file.read().map_err(|error| file.fault("read", &error))?;
+                    let text = settings_of(&file, text, overrides)?;
+                    let name = format!("{} with overrides", file.name());
+                    OpenedCurriculum::open_text(file.folder().join(&name), text)?
+                }
+            };
+            run.as_ref().map_or(Ok(()), |run| opened.follow(run))?;
+            Ok(opened)
         };
         Ok(Curriculum { opened: Arc::new(PerProcess::open(py, open)?) })
     }
@@ -65,6 +79,11 @@ impl Curriculum {
     #[getter]
     fn steps(&self, py: Python<'_>) -> Outcome<u64> {
         Ok(self.get(py)?.plan.steps())
+    }
+
+    #[getter]
+    fn fixed_until(&self, py: Python<'_>) -> Outcome<u64> {
+        Ok(self.get(py)?.plan.fixed_until())
     }
 
     #[getter]
@@ -215,7 +234,7 @@ fn source(
             .wanted(format!("steps within 1..{end}")));
     }
     let (plan, stores) = (Arc::clone(&opened.plan), Arc::clone(opened.stores()?));
-    Ok(PrefetchSource { plan, stores, steps: start..stop, options })
+    Ok(PrefetchSource { plan: plan.into(), stores, steps: start..stop, options })
 }
 
 /// Batches of consecutive steps, which threads read ahead. Of one process: a forked child has none of the threads.
@@ -310,7 +329,8 @@ fn element(key: &str, wanted: &str, names: impl Iterator<Item = String>) -> Resu
 }
 
 fn no_element(key: &str, found: &str, names: &[String]) -> Fault {
-    let fault = Fault::usage("the list has no such element, or no key of it is named");
+    let fault =
+        Fault::usage("the list has no such element, or the path names no key of the element");
     fault.at(key).found(found).wanted(names.join(", "))
 }
 

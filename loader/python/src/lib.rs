@@ -59,6 +59,7 @@ mod _zdata {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("THREADS_MAX", super::curriculum::THREADS_MAX)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -119,6 +119,17 @@ class Resume(unittest.TestCase):
             second.load_state_dict(first.state_dict())
             self.assertEqual(items + loaded(second, taken % 4), wanted, taken)
 
+    def test_threads_read_ahead_what_one_process_reads(self):
+        for unit in zdata.torch.UNITS:
+            wanted = loaded(zdata.torch.IterableDataset(curriculum(), unit=unit, transform=name), 0)
+            for taken in (0, 1, 5, 29, len(wanted)):
+                first = zdata.torch.IterableDataset(curriculum(), unit=unit, transform=name, threads=2)
+                items = [item for _, item in zip(range(taken), first)]
+                second = zdata.torch.IterableDataset(curriculum(), unit=unit, transform=name, threads=1)
+                second.load_state_dict(first.state_dict())
+                self.assertEqual(items + loaded(second, 0), wanted, (unit, taken))
+            self.assertEqual(loaded(second, 2), loaded(second, 0), "workers have no threads")
+
     def test_a_state_within_a_step_needs_the_same_ranks(self):
         first = zdata.torch.IterableDataset(curriculum(), unit="micro_batch", transform=name)
         self.assertIsNotNone(next(iter(first)))
@@ -171,6 +182,15 @@ class Shapes(unittest.TestCase):
         address = tensors["tokens"]
         del tensors, self.batch
         torch.testing.assert_close(address, tokens)
+
+    def test_weights_of_losses_arrive_or_are_refused(self):
+        batch = zdata.Loader(curriculum(), overrides={"source.web": {"loss_weight": 1.5}}).batch(9)
+        wanted = [1.5 if batch.source(row) == "web" else 1 for row in range(len(batch))]
+        self.assertIn(1.5, wanted)
+        self.assertEqual(batch.torch()["loss_weights"].tolist(), wanted)
+        self.assertEqual(self.batch.torch()["loss_weights"].tolist(), [1] * len(self.batch))
+        with self.assertRaisesRegex(ValueError, "loss_weight"):
+            batch.for_transformers()
 
     def test_documents_do_not_attend_to_each_other(self):
         """Attention by `cu_seqlens` is attention by the mask that positions give."""

@@ -114,6 +114,71 @@ class OfStore(unittest.TestCase):
         self.assertEqual((str(again), again.place), (str(caught.exception), caught.exception.place))
 
 
+class OfObjective(unittest.TestCase):
+    FIM = {"rate": 0.8, "spm": 0.3, "prefix": 0, "middle": 1, "suffix": 2}
+
+    def pairs(self, **keys):
+        """Each row of `web` with its documents: as it is without `keys` of the source, and with them."""
+        plain = zdata.Loader(curriculum())
+        changed = zdata.Loader(curriculum(), overrides={"source.web": keys})
+        for step in range(1, plain.plan.steps + 1):
+            before, after = plain.batch(step), changed.batch(step)
+            for row in range(len(before)):
+                if before.source(row) == "web":
+                    yield before, after, row, after.where(row)
+                else:
+                    self.assertEqual(before.sequence_digests[row], after.sequence_digests[row])
+
+    def test_pieces_are_rearranged_as_they_say(self):
+        seen = set()
+        for before, after, row, parts in self.pairs(fim=self.FIM):
+            for part in parts:
+                first, last = part.tokens
+                text, found = before.tokens[row][first:last].tolist(), after.tokens[row][first:last].tolist()
+                seen.add(part.infill.mode if part.infill else None)
+                if part.infill is None:
+                    self.assertEqual(text, found)
+                    continue
+                at, sighting = part.of_document[0], (after.step, row, part)
+                prefix, middle, suffix = (
+                    text[a - at : b - at] for a, b in (part.infill.prefix, part.infill.middle, part.infill.suffix)
+                )
+                end = text[part.infill.left_out[1] - at :]
+                self.assertEqual(end, text[-1:] if part.of_document[1] == part.document_tokens else [])
+                self.assertEqual(part.infill.left_out[1] - part.infill.left_out[0], 3)
+                order = [0, *prefix, 2, *suffix, 1, *middle]
+                if part.infill.mode == "spm":
+                    order = [0, 2, *suffix, 1, *prefix, *middle]
+                self.assertEqual(order + end, found)
+                self.assertEqual(after.labels[row][first:last].tolist(), [*found[1:], 0])
+                self.assertEqual(after.loss_mask[row][first:last].tolist(), [1] * (len(found) - 1) + [0])
+        self.assertEqual(seen, {None, "psm", "spm"})
+        (found,) = zdata.Plan(curriculum(), {"source.web": {"fim": self.FIM}}).where(sighting[2].id)
+        places = {(place.step, place.sequence): place.infill for place in found.seen}
+        self.assertEqual(places[sighting[:2]], sighting[2].infill)
+
+    def test_a_mask_follows_the_text_alone(self):
+        kept = {}
+        for before, after, row, parts in self.pairs(mask={"every": 4, "context": 2}, loss_weight=1.5):
+            self.assertTrue((after.tokens[row] == before.tokens[row]).all())
+            self.assertEqual(after.loss_weights[row], 1.5)
+            for part in parts:
+                for place in range(*part.tokens):
+                    label = after.labels[row][place]
+                    counts = after.loss_mask[row][place]
+                    self.assertEqual(label, before.labels[row][place] if counts else 0)
+                    if before.loss_mask[row][place]:
+                        number = part.of_document[0] + place - part.tokens[0] + 1
+                        # Of which two tokens come before it.
+                        key = tuple(before.tokens[row][place - 1 : place + 1]) if number >= 2 else None
+                        if place > part.tokens[0]:
+                            self.assertEqual(kept.setdefault(key, counts), counts)
+                        if number < 2:
+                            self.assertEqual(counts, 1)
+        left_out = sum(1 for counts in kept.values() if not counts) / len(kept)
+        self.assertTrue(0.15 < left_out < 0.35, left_out)
+
+
 class OfPlan(unittest.TestCase):
     def test_it_says_what_the_command_says(self):
         told = json.loads(command("plan", curriculum(), "--json").stdout)
@@ -166,6 +231,19 @@ class OfPlan(unittest.TestCase):
         self.assertEqual(place.tokens, part.of_document)
         with self.assertRaises(zdata.UsageError):
             plan.where("no such document")
+
+    def test_a_mix_that_reacts_is_known_as_far_as_it_is_fixed(self):
+        mix = {"rule": "learnability", "start": {"web": 7, "math": 3}, "window": 2}
+        loader = zdata.Loader(curriculum(), overrides={"phase.short.mix": mix})
+        self.assertEqual((loader.plan.fixed_until, loader.steps), (4, 12))
+        self.assertEqual(loader.batch(4).step, 4)
+        for read in (lambda: loader.batch(5), lambda: list(loader.batches(4, 6)), lambda: loader.digests(4, 6)):
+            with self.assertRaises(zdata.UsageError) as caught:
+                read()
+            for word in ("step 5 is not fixed", "run=RUN"):
+                self.assertIn(word, str(caught.exception))
+        with self.assertRaises(zdata.UsageError):
+            zdata.Plan(curriculum(), run=folder() / "nowhere")
 
     def test_a_curriculum_that_is_wrong_names_its_line(self):
         wrong = folder() / "wrong.toml"

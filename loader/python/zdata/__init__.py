@@ -9,7 +9,7 @@ from ._zdata import __version__, step_digest
 from .errors import BugError, DataError, DivergedError, Error, MachineError, MismatchError, UsageError
 from .loader import Loader
 from .plan import Phase, Plan, Source, SourceUse
-from .provenance import Document, DocumentPart, Sighting, Whereabouts
+from .provenance import Document, DocumentPart, Infill, Sighting, Whereabouts
 from .store import Store, Stream
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Document",
     "DocumentPart",
     "Error",
+    "Infill",
     "Loader",
     "MachineError",
     "MismatchError",

@@ -82,6 +82,13 @@ class Batch:
         """Labels that count: what a mean loss is divided by."""
         return int(self.loss_mask.sum(dtype="int64"))
 
+    @property
+    def loss_weights(self) -> np.ndarray:
+        """What the losses of each row are multiplied by, float32: `loss_weight` of its source. Divide by `label_count`."""
+        import numpy as np
+
+        return np.asarray(self._batch.loss_weights, dtype="float32")[slice(*self._range)]
+
     @cached_property
     def _cu_seqlens(self):
         import numpy as np

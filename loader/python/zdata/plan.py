@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from . import _zdata, provenance
@@ -72,17 +72,32 @@ class Plan:
 
     `overrides` replaces keys of the file: `{"seed": 3, "phase.first.steps": 10}`; an element of a list of tables is
     named by its `name` or by its number from 0. Digests are those of a file that says the same.
+
+    Where a mix reacts to the loss, data is fixed as far as losses are known: those of the run in the folder `run`.
     """
 
-    def __init__(self, curriculum: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        curriculum: str | os.PathLike[str],
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        run: str | os.PathLike[str] | None = None,
+    ):
         self.path = os.fspath(curriculum)
         self.overrides = dict(overrides or {})
-        self._curriculum = _zdata.Curriculum(self.path, json.dumps(self.overrides) if self.overrides else None)
+        self.run = None if run is None else os.fspath(run)
+        changes = json.dumps(self.overrides) if self.overrides else None
+        self._curriculum = _zdata.Curriculum(self.path, changes, self.run)
 
     @property
     def steps(self) -> int:
         """The last step; steps are 1 to this."""
         return self._curriculum.steps
+
+    @property
+    def fixed_until(self) -> int:
+        """The last step whose data is fixed: `steps`, unless a mix reacts to losses that are not known."""
+        return self._curriculum.fixed_until
 
     @property
     def samples(self) -> int:
@@ -135,7 +150,7 @@ class Plan:
         return [provenance.whereabouts(answer) for answer in json.loads(self._curriculum.whereabouts(id, source))]
 
     def __reduce__(self):
-        return (type(self), (self.path, self.overrides))
+        return (partial(type(self), run=self.run), (self.path, self.overrides))
 
     def __repr__(self) -> str:
         return f"Plan({self.path!r}, steps={self.steps}, digest={self.digest[:8]}...)"

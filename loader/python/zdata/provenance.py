@@ -32,6 +32,19 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Infill:
+    """How a run of tokens is rearranged: its parts, in tokens of the document."""
+
+    mode: str
+    """psm (prefix, suffix, middle) or spm (suffix, prefix, middle)."""
+    prefix: tuple[int, int]
+    middle: tuple[int, int]
+    suffix: tuple[int, int]
+    left_out: tuple[int, int]
+    """The tokens that make place for the three sentinels."""
+
+
+@dataclass(frozen=True)
 class DocumentPart:
     """A run of tokens of one document in a sequence."""
 
@@ -51,6 +64,8 @@ class DocumentPart:
     banned: bool
     """Whether an amendment hides it here."""
     text: str | None = None
+    infill: Infill | None = None
+    """How it is rearranged for fill-in-the-middle, if it is."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,8 @@ class Sighting:
     """Which of its tokens."""
     sample: int
     banned: bool
+    infill: Infill | None = None
+    """How it is rearranged there for fill-in-the-middle, if it is."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +104,15 @@ def document(answer) -> Document:
 
 def part(answer) -> DocumentPart:
     pairs = {key: pair(answer[key]) for key in ("bytes", "tokens", "of_document")}
-    return build(DocumentPart, answer, **pairs)
+    return build(DocumentPart, answer, infill=infill(answer), **pairs)
+
+
+def infill(answer) -> Infill | None:
+    found = answer.get("infill")
+    parts = ("prefix", "middle", "suffix", "left_out")
+    return found and build(Infill, found, **{part: pair(found[part]) for part in parts})
 
 
 def whereabouts(answer) -> Whereabouts:
-    seen = tuple(build(Sighting, place, tokens=pair(place["tokens"])) for place in answer["seen"])
+    seen = tuple(build(Sighting, place, tokens=pair(place["tokens"]), infill=infill(place)) for place in answer["seen"])
     return build(Whereabouts, answer, seen=seen)

@@ -26,7 +26,7 @@ class Stream:
 
 
 class Store:
-    """A store: a folder that `zdata build` wrote, or `s3://bucket/prefix`.
+    """A store: a folder that `zdata build` wrote, or a URL of one, as `s3://bucket/prefix`.
 
     Reads are positional, and every block of 16,384 tokens is checked when this process first reads it.
     """

@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data
 
 from ._batch import Batch
+from ._zdata import THREADS_MAX
 from .loader import Loader
 from .plan import Plan
 
@@ -23,11 +25,13 @@ UNITS = ("step", "micro_batch")
 def tensors(batch: Batch) -> dict[str, Any]:
     """A batch as tensors, which share its memory.
 
-    tokens, labels, position_ids (int32) and loss_mask (uint8) are `[rows, seq_len]`; cu_seqlens (int32) and max_seqlen
-    are for `flash_attn_varlen_func` over the rows laid one after the other; step and digest say what it is.
+    tokens, labels, position_ids (int32) and loss_mask (uint8) are `[rows, seq_len]`; loss_weights (float32, `[rows]`)
+    multiply the losses of a row; cu_seqlens (int32) and max_seqlen are for `flash_attn_varlen_func` over the rows laid one
+    after the other; step and digest say what it is.
     """
     arrays = {name: torch.from_numpy(getattr(batch, name)) for name in ("tokens", "labels", "loss_mask", "position_ids")}
     arrays["cu_seqlens"] = torch.from_numpy(batch.cu_seqlens)
+    arrays["loss_weights"] = torch.from_numpy(batch.loss_weights)
     return arrays | {"max_seqlen": batch.max_seqlen, "step": batch.step, "digest": batch.digest}
 
 
@@ -35,18 +39,29 @@ def for_transformers(batch: Batch) -> dict[str, torch.Tensor]:
     """What a model of Hugging Face transformers takes: input_ids, labels and position_ids, int64.
 
     The models shift labels by themselves, inside a row: `labels[i]` is the label of token `i - 1`, and -100 where it has
-    none. The label of a row's last token, which stands after the row, is left out.
+    none. The label of a row's last token, which stands after the row, is left out. Their loss has one weight for all
+    rows, so a batch of a source with a `loss_weight` is refused.
     """
-    labels = torch.full(batch.tokens.shape, -100)
-    labels[:, 1:] = shifted_labels(batch)[:, :-1]
+    if (batch.loss_weights != 1).any():
+        raise ValueError("a source has a loss_weight, which the loss of these models does not know: take `tensors`")
     tokens, positions = (torch.from_numpy(column).long() for column in (batch.tokens, batch.position_ids))
+    labels = torch.empty_like(tokens)
+    labels[:, 0], labels[:, 1:] = -100, torch.from_numpy(batch.labels)[:, :-1]
+    # A place after a row's last token is the first of the next row, which has no label in any case.
+    labels.view(-1)[_unlabeled(batch.loss_mask.reshape(-1)[:-1]) + 1] = -100
     return {"input_ids": tokens, "labels": labels, "position_ids": positions}
 
 
 def shifted_labels(batch: Batch, ignore_index: int = -100) -> torch.Tensor:
     """Labels for `torch.nn.functional.cross_entropy`, int64: the next token, and `ignore_index` where none counts."""
     labels = torch.from_numpy(batch.labels).long()
-    return labels.masked_fill_(torch.from_numpy(batch.loss_mask) == 0, ignore_index)
+    labels.view(-1)[_unlabeled(batch.loss_mask.reshape(-1))] = ignore_index
+    return labels
+
+
+def _unlabeled(mask: np.ndarray) -> torch.Tensor:
+    """Where no label counts: few places, so finding them costs less than a pass over all labels."""
+    return torch.from_numpy(np.flatnonzero(mask == 0))
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,7 +92,8 @@ class IterableDataset(torch.utils.data.IterableDataset):
     With `unit="micro_batch"` an item is a micro-batch. Workers of a DataLoader take turns, so its order is that of one
     process. The state is a step: the one that comes next. It is the same for every number of ranks and workers;
     torchdata's StatefulDataLoader keeps it by itself. Within a step it also counts this rank's micro-batches, and then
-    needs the same number of ranks.
+    needs the same number of ranks. `threads` read ahead in this process, without the copies that a worker makes; workers
+    of a DataLoader have none.
     """
 
     def __init__(
@@ -88,6 +104,7 @@ class IterableDataset(torch.utils.data.IterableDataset):
         stop: int | None = None,
         unit: str = "step",
         transform: Callable[[Batch], Any] = tensors,
+        threads: int = 0,
         rank: int | None = None,
         world: int | None = None,
         overrides: Mapping[str, Any] | None = None,
@@ -99,7 +116,9 @@ class IterableDataset(torch.utils.data.IterableDataset):
         self.stop = end if stop is None else stop
         if not 1 <= start <= self.stop <= end:
             raise ValueError(f"steps {start} to {self.stop} (start, stop) are not within 1 to {end}")
-        self.unit, self.transform = unit, transform
+        if not 0 <= threads <= THREADS_MAX:
+            raise ValueError(f"threads is {threads}, wanted 0 to {THREADS_MAX}")
+        self.unit, self.transform, self.threads = unit, transform, threads
         self._begin = self._next = (start, 0)
 
     def state_dict(self) -> dict[str, int]:
@@ -129,8 +148,29 @@ class IterableDataset(torch.utils.data.IterableDataset):
             step, index = step + 1, index - self._count(step)
         return step, index
 
+    def _ahead(self) -> Iterator[Any]:
+        """The items of this process, read ahead by threads."""
+        step, first = self._after(self._begin, 0)
+        # Enough batches ahead for each thread to have one in work.
+        depth = max(4, 2 * self.threads)
+        for batch in self.loader.batches(step, max(step, self.stop), threads=self.threads, depth=depth):
+            step = batch.step
+            items = [batch] if self.unit == "step" else list(batch.micro_batches())
+            del batch  # Its memory is that of the next one, as below.
+            items = items[first:][::-1]
+            while items:
+                self._next = self._after((step, first), 1)
+                item = self.transform(items.pop())
+                yield item
+                del item
+                first += 1
+            first = 0
+
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
+        if worker is None and self.threads:
+            yield from self._ahead()
+            return
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         turn = self._begin
         while True:
@@ -140,7 +180,9 @@ class IterableDataset(torch.utils.data.IterableDataset):
                 return
             item = self.loader.batch(step) if self.unit == "step" else self.loader.micro_batch(step, index)
             self._next = turn = self._after(turn, workers)
-            yield self.transform(item)
+            item = self.transform(item)
+            yield item
+            del item  # Its memory is that of the next batch.
 
 
 class Dataset(torch.utils.data.Dataset):

@@ -1,23 +1,21 @@
-//! The packs of a source: computed once from its document starts, and stored next to the store.
-//!
-//! The file is `STORE.packs/KEY.packs`, where the key is a digest of the text and the settings. For a store in a bucket
-//! or in a read-only folder, it is in the cache (`ZDATA_CACHE`). A file is only used if its digest matches, and is
-//! recomputed if missing. So a lost file costs a moment, and ranks that write the same file concurrently write the same
-//! bytes.
+//! The packs of a source: computed once from its document starts, and stored next to the store (`sealed.rs`). The key
+//! of the file is a digest of the text and the settings.
 
 mod table;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use contract::{Digest, Fault, Hasher, Result};
-use curriculum::{Curriculum, Packing};
+use contract::{Digest, Hasher, Result};
+use curriculum::{Curriculum, Packing, PhaseSegment};
 use mixer::fit::{BLOCK, FittedPacks, Lengths};
 use mixer::{PackTable, PackTables};
-use store::{Location, Split, StreamReader, disk};
+use store::Split;
 
 use self::table::Table;
 use crate::Stores;
+use crate::sealed::Kind;
+use crate::stream::SourceStream;
 
 /// The version of the packing rules and of the file format.
 const VERSION: u64 = 1;
@@ -28,14 +26,16 @@ const READ_TOKENS: u64 = 1 << 26;
 /// The packs of all sources that the curriculum packs and some phase reads.
 pub(crate) fn tables(curriculum: &Curriculum, stores: &Stores) -> Result<PackTables> {
     let mut tables = PackTables::new();
-    for (source, spec) in &curriculum.sources {
-        let in_phase = curriculum.segments().iter().any(|segment| segment.spec.mix.has(source));
-        if let Some(packing) = spec.packing.as_ref().filter(|_| in_phase)
-            && stores.number(source).is_some()
+    for source in stores.names() {
+        let whole = curriculum.whole(source);
+        let in_phase =
+            |segment: &PhaseSegment| [source, whole].iter().any(|name| segment.spec.mix.has(name));
+        if let Some(packing) = curriculum.packing(source)
+            && curriculum.segments().iter().any(in_phase)
         {
             let place = || curriculum.place(&format!("source.{source}.packing"));
             let table = open(source, packing, stores).map_err(|fault| fault.or_at(place))?;
-            tables.insert(source.clone(), table);
+            tables.insert(source.to_owned(), table);
         }
     }
     Ok(tables)
@@ -44,29 +44,16 @@ pub(crate) fn tables(curriculum: &Curriculum, stores: &Stores) -> Result<PackTab
 /// The packs of one source: read from the file, or computed and written.
 fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn PackTable>> {
     let stream = stores.stream(source, Split::Train)?;
-    let key = key(source, packing, stream.record().digest);
-    let name = format!("{key}.packs");
-    let folders = folders(stores.root_of(source)?);
-    for folder in &folders {
-        table::clear(folder);
-        let path = folder.join(&name);
-        // Not a link: it may lead anywhere.
-        if path.symlink_metadata().is_ok_and(|found| found.is_file()) {
-            return Ok(Arc::new(Table::open(&path, key)?));
-        }
+    let key = key(source, packing, stream.digest());
+    let (name, folders) = (Kind::Packs.file(key), Kind::Packs.folders(stores.root_of(source)?));
+    if let Some(path) = Kind::Packs.find(&folders, &name) {
+        return Ok(Arc::new(Table::open(&path, key)?));
     }
     let fitted = fitted(source, packing, stream)?;
     let lengths: Vec<u32> = packing.lengths.keys().copied().collect();
-    let mut refused = None;
-    for folder in &folders {
-        match table::write(folder, &name, key, &lengths, &fitted) {
-            Ok(path) => return Ok(Arc::new(Table::open(&path, key)?)),
-            Err(fault) => refused = refused.or(Some(fault)),
-        }
-    }
-    let none = || Fault::machine("no folder is known to keep packs in");
-    let fault = refused.unwrap_or_else(none);
-    Err(fault.hint("make room beside the store, or name a folder that takes files as ZDATA_CACHE"))
+    let write = |folder: &Path| table::write(folder, &name, key, &lengths, &fitted);
+    let path = Kind::Packs.first_writable(&folders, write)?;
+    Ok(Arc::new(Table::open(&path, key)?))
 }
 
 /// The digest of what the packs depend on.
@@ -81,23 +68,8 @@ fn key(source: &str, packing: &Packing, stream: Digest) -> Digest {
     hasher.finish()
 }
 
-/// Where the packs of a store may be stored, the preferred folder first.
-fn folders(store: &Location) -> Vec<PathBuf> {
-    let beside = |path: &Path| {
-        // A store named as `.` has no name to derive the folder from.
-        let path = std::fs::canonicalize(path).ok()?;
-        path.file_name()?;
-        Some(disk::beside(&path, ".packs"))
-    };
-    let beside = match store {
-        Location::Local(path) => beside(path),
-        Location::Object(_) => None,
-    };
-    beside.into_iter().chain(storage::kept("packs")).collect()
-}
-
 /// Packs all documents of a stream; the packs of each length, in ascending order.
-fn fitted(source: &str, packing: &Packing, stream: &StreamReader) -> Result<Vec<FittedPacks>> {
+fn fitted(source: &str, packing: &Packing, stream: &SourceStream) -> Result<Vec<FittedPacks>> {
     let lengths: Vec<u32> = packing.lengths.keys().copied().collect();
     let draws = Lengths::new(source, packing);
     let mut packs = vec![FittedPacks::default(); lengths.len()];
@@ -111,7 +83,7 @@ fn fitted(source: &str, packing: &Packing, stream: &StreamReader) -> Result<Vec<
             packs[at].add(&std::mem::take(&mut waiting[at]), lengths[at], packing.documents);
         }
     };
-    let all = stream.record().tokens;
+    let all = stream.tokens();
     for from in (0..all).step_by(READ_TOKENS as usize) {
         starts.clear();
         stream.starts_in(from..all.min(from + READ_TOKENS), &mut starts)?;

@@ -8,29 +8,22 @@
 //!   padding for each pack with padding: how much                              u32
 //!   pieces  pack after pack: first token, tokens                              u64, u32
 //!   places  the pieces by first token: first token, pack, offset, tokens      u64, u64, u32, u32
-//! digest    xxh3-128 over the tag `packs.file` and the xxh3-64 of each MiB before
+//! digest    as of each file next to a store (`sealed.rs`)
 //! ```
 //!
 //! Numbers are little-endian. Only `padding` is held in memory: reading a pack takes two small reads.
 
-use std::fs::File;
-use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::digest::block_sum;
-use contract::{Digest, Fault, Hasher, Result};
+use contract::{Digest, Result};
 use mixer::fit::FittedPacks;
 use mixer::{PackPlace, PackTable, PackedLength, Span};
-use store::disk::{self, Whole};
-use store::regular;
+
+use crate::sealed::{Kind, SealedFile, SealedWriter};
 
 /// The file's first word.
 const MAGIC: u64 = u64::from_le_bytes(*b"zpacks 1");
-
-/// Bytes per block of the digest.
-const BLOCK_BYTES: usize = 1 << 20;
 
 const END_BYTES: u64 = 8;
 const PIECE_BYTES: u64 = 12;
@@ -39,14 +32,11 @@ const PLACE_BYTES: u64 = 24;
 const HEAD_WORDS: usize = 4;
 /// Tokens, contiguous, joined, padded, pieces, documents, cut.
 const LENGTH_WORDS: usize = 7;
-const DIGEST_BYTES: usize = 16;
 
 /// An open file of packs.
 #[derive(Debug)]
 pub(super) struct Table {
-    path: PathBuf,
-    file: File,
-    digest: Digest,
+    file: SealedFile,
     lengths: Vec<PackedLength>,
     layouts: Vec<Layout>,
 }
@@ -76,41 +66,6 @@ impl Layout {
     }
 }
 
-/// Computes the digest of a file written in arbitrary parts.
-struct Summed {
-    hasher: Hasher,
-    block: Vec<u8>,
-}
-
-impl Summed {
-    fn new() -> Self {
-        let mut hasher = Hasher::new();
-        hasher.tag("packs.file");
-        Summed { hasher, block: Vec::with_capacity(BLOCK_BYTES) }
-    }
-
-    fn add(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let (now, later) = bytes.split_at(bytes.len().min(BLOCK_BYTES - self.block.len()));
-            self.block.extend_from_slice(now);
-            bytes = later;
-            if self.block.len() == BLOCK_BYTES {
-                self.end_block();
-            }
-        }
-    }
-
-    fn end_block(&mut self) {
-        self.hasher.u64(block_sum(&self.block));
-        self.block.clear();
-    }
-
-    fn finish(mut self) -> Digest {
-        self.end_block();
-        self.hasher.finish()
-    }
-}
-
 /// Writes the packs of all lengths into `folder` as `name`, atomically; returns the path.
 pub(super) fn write(
     folder: &Path,
@@ -119,18 +74,8 @@ pub(super) fn write(
     lengths: &[u32],
     packs: &[FittedPacks],
 ) -> Result<PathBuf> {
-    disk::create_folder(folder)?;
-    // Writers share this lock, so that no cleanup removes a partial file. Without working locks there is no cleanup.
-    let _shared = File::open(folder).inspect(|folder| drop(folder.lock_shared()));
-    // Another rank may write the same file. Each writes its own, and renames it over equal bytes.
-    let own = folder.join(format!("{name}.{:016x}", chance()));
-    let path = folder.join(name);
-    let mut file = Whole::create(&own)?;
-    let mut summed = Summed::new();
-    let mut put = |bytes: &[u8]| -> Result<()> {
-        summed.add(bytes);
-        file.put(bytes)
-    };
+    let mut file = SealedWriter::create(Kind::Packs, folder, name)?;
+    let mut put = |bytes: &[u8]| file.put(bytes);
     put(&MAGIC.to_le_bytes())?;
     put(&key.0.to_le_bytes())?;
     put(&(lengths.len() as u64).to_le_bytes())?;
@@ -149,44 +94,7 @@ pub(super) fn write(
     for (length, packs) in lengths.iter().zip(packs) {
         columns(*length, packs, &mut put)?;
     }
-    let digest = summed.finish();
-    file.put(&digest.0.to_le_bytes())?;
-    file.commit()?;
-    disk::rename(&own, &path).map_err(|error| Fault::io("rename", &path, &error))?;
-    disk::sync_folder(folder)?;
-    Ok(path)
-}
-
-/// Removes partial files that crashes left, unless a writer is active. If that fails, they stay and do no harm.
-pub(super) fn clear(folder: &Path) {
-    let Ok(there) = disk::entries(folder) else { return };
-    let pieces: Vec<_> = there.into_iter().filter(|path| is_piece(path)).collect();
-    if pieces.is_empty() {
-        return;
-    }
-    // Writers share this lock: if it can be taken exclusively, the files listed before have no writer any more.
-    let Ok(alone) = File::open(folder) else { return };
-    if !disk::hold(&alone).unwrap_or(false) {
-        return;
-    }
-    for piece in pieces {
-        let _ = disk::remove(&piece);
-    }
-}
-
-/// Whether a file is named like a partial file of [`write`].
-fn is_piece(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let name = name.strip_suffix(disk::PART).unwrap_or(name);
-    let is_drawn =
-        |drawn: &str| drawn.len() == 16 && drawn.bytes().all(|it| it.is_ascii_hexdigit());
-    name.rsplit_once('.').is_some_and(|(whole, drawn)| whole.ends_with(".packs") && is_drawn(drawn))
-}
-
-/// 64 random bits, unique to this process, for the name of a partial file.
-fn chance() -> u64 {
-    use std::hash::{BuildHasher as _, RandomState};
-    RandomState::new().hash_one(std::process::id())
+    file.commit()
 }
 
 /// Writes the columns of one length.
@@ -232,25 +140,16 @@ fn columns(
 impl Table {
     /// Opens the file with the packs of `key` and checks its digest.
     pub(super) fn open(path: &Path, key: Digest) -> Result<Self> {
-        let unread = |error: &io::Error| Fault::io("read", path, error);
-        let file = regular::open(path).map_err(|error| unread(&error))?;
-        let bytes = file.metadata().map_err(|error| unread(&error))?.len();
-        let body =
-            bytes.checked_sub(DIGEST_BYTES as u64).ok_or_else(|| damaged(path, "it ends early"))?;
-        let digest = digest_of(&file, body).map_err(|error| unread(&error))?;
-        let found = Digest(u128::from_le_bytes(at(&file, path, body)?));
-        if found != digest {
-            let fault = damaged(path, "its bytes do not match their digest");
-            return Err(fault.found(digest).wanted(found));
-        }
-        let head = words(&file, path, 0, HEAD_WORDS)?;
+        let file = SealedFile::open(Kind::Packs, path)?;
+        let body = file.body;
+        let head = file.words(0, HEAD_WORDS)?;
         let named = Digest(u128::from(head[1]) | u128::from(head[2]) << 64);
         if head[0] != MAGIC || named != key {
-            return Err(damaged(path, "it is not what its name says").found(named).wanted(key));
+            return Err(file.damaged("it is not what its name says").found(named).wanted(key));
         }
         let count = usize::try_from(head[3]).ok().filter(|count| *count <= body as usize / 8);
-        let count = count.ok_or_else(|| damaged(path, "it has too many lengths"))?;
-        let table = words(&file, path, HEAD_WORDS as u64 * 8, count * LENGTH_WORDS)?;
+        let count = count.ok_or_else(|| file.damaged("it has too many lengths"))?;
+        let table = file.words(HEAD_WORDS as u64 * 8, count * LENGTH_WORDS)?;
         let mut start = (HEAD_WORDS + count * LENGTH_WORDS) as u64 * 8;
         let (mut lengths, mut layouts) = (Vec::new(), Vec::new());
         for row in table.chunks(LENGTH_WORDS) {
@@ -258,8 +157,8 @@ impl Table {
             let packs = contiguous.checked_add(joined).and_then(|sum| sum.checked_add(padded));
             let layout = packs.and_then(|packs| Layout::new(start, packs, padded, pieces));
             let layout = layout.filter(|layout| layout.end <= body);
-            let layout = layout.ok_or_else(|| damaged(path, "its columns go beyond its end"))?;
-            let padding = bytes_at(&file, path, layout.padding, padded as usize * 4)?;
+            let layout = layout.ok_or_else(|| file.damaged("its columns go beyond its end"))?;
+            let padding = file.bytes(layout.padding, padded as usize * 4)?;
             let padding =
                 padding.as_chunks().0.iter().map(|lacks| u32::from_le_bytes(*lacks)).collect();
             let seq_len = seq_len as u32; // The digest matches, so it is a u32.
@@ -267,17 +166,17 @@ impl Table {
             lengths.push(PackedLength { seq_len, contiguous, joined, padding, documents, cut });
             layouts.push(layout);
         }
-        Ok(Table { path: path.to_owned(), file, digest, lengths, layouts })
+        Ok(Table { file, lengths, layouts })
     }
 
     fn end(&self, layout: &Layout, pack: u64) -> Result<u64> {
-        Ok(u64::from_le_bytes(at(&self.file, &self.path, layout.ends + pack * END_BYTES)?))
+        Ok(u64::from_le_bytes(self.file.at(layout.ends + pack * END_BYTES)?))
     }
 
     /// Piece number `index` in order of first token: its tokens, pack, offset.
     fn place(&self, layout: &Layout, index: u64) -> Result<(Range<u64>, u64, u32)> {
         let from = layout.places + index * PLACE_BYTES;
-        let row: [u8; PLACE_BYTES as usize] = at(&self.file, &self.path, from)?;
+        let row: [u8; PLACE_BYTES as usize] = self.file.at(from)?;
         let word = |at: usize| u64::from_le_bytes(row.as_chunks().0[at]);
         let (start, pack, both) = (word(0), word(1), word(2));
         let (offset, tokens) = (both as u32, both >> 32);
@@ -287,7 +186,7 @@ impl Table {
 
 impl PackTable for Table {
     fn digest(&self) -> Digest {
-        self.digest
+        self.file.digest
     }
 
     fn lengths(&self) -> &[PackedLength] {
@@ -299,9 +198,9 @@ impl PackTable for Table {
         let from = if pack == 0 { 0 } else { self.end(layout, pack - 1)? };
         let end = self.end(layout, pack)?;
         let pieces = end.checked_sub(from).filter(|_| end <= layout.count);
-        let pieces = pieces.ok_or_else(|| damaged(&self.path, "its packs overlap"))?;
+        let pieces = pieces.ok_or_else(|| self.file.damaged("its packs overlap"))?;
         let bytes = (pieces * PIECE_BYTES) as usize;
-        let rows = bytes_at(&self.file, &self.path, layout.pieces + from * PIECE_BYTES, bytes)?;
+        let rows = self.file.bytes(layout.pieces + from * PIECE_BYTES, bytes)?;
         let span = |row: &[u8; PIECE_BYTES as usize]| {
             let (start, tokens) = row.split_first_chunk().unwrap_or((&[0; 8], &[]));
             let tokens = tokens.try_into().map_or(0, u32::from_le_bytes);
@@ -335,40 +234,6 @@ impl PackTable for Table {
     }
 }
 
-fn damaged(path: &Path, what: &str) -> Fault {
-    Fault::data(format!("this file of packs is damaged: {what}"))
-        .at(path.display().to_string())
-        .hint("remove it: it is made again from the store")
-}
-
-fn digest_of(file: &File, bytes: u64) -> io::Result<Digest> {
-    let (mut summed, mut buffer, mut at) = (Summed::new(), vec![0; BLOCK_BYTES], 0);
-    while at < bytes {
-        let part = (bytes - at).min(BLOCK_BYTES as u64) as usize;
-        file.read_exact_at(&mut buffer[..part], at)?;
-        summed.add(&buffer[..part]);
-        at += part as u64;
-    }
-    Ok(summed.finish())
-}
-
-fn at<const N: usize>(file: &File, path: &Path, from: u64) -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    file.read_exact_at(&mut bytes, from).map_err(|error| Fault::io("read", path, &error))?;
-    Ok(bytes)
-}
-
-fn bytes_at(file: &File, path: &Path, from: u64, count: usize) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; count];
-    file.read_exact_at(&mut bytes, from).map_err(|error| Fault::io("read", path, &error))?;
-    Ok(bytes)
-}
-
-fn words(file: &File, path: &Path, from: u64, count: usize) -> Result<Vec<u64>> {
-    let bytes = bytes_at(file, path, from, count * 8)?;
-    Ok(bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect())
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -379,6 +244,7 @@ mod tests {
     use storage::crash::Recording;
 
     use super::*;
+    use crate::sealed::clear;
 
     /// A file with its final name is always complete, and a missing one is recomputed identically.
     #[test]
@@ -391,7 +257,7 @@ mod tests {
         let (key, packs) = (Digest(7), [packs]);
         let beside = folder.join("store.packs");
         let make = || {
-            clear(&beside);
+            clear(Kind::Packs, &beside);
             write(&beside, "a.packs", key, &[16], &packs).unwrap()
         };
         let (recording, path) = Recording::of(&folder, make);

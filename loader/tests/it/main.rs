@@ -4,9 +4,11 @@
 #![expect(clippy::print_stdout, reason = "a test that runs itself again answers there")]
 
 mod amended;
+mod buckets;
 mod late;
 mod many;
 mod naive;
+mod objective;
 mod order;
 mod packed;
 mod support;

@@ -212,7 +212,7 @@ proptest! {
     }
 }
 
-fn check_world(plan: &DataPlan, stores: &Stores, whole: &Batch, world: u32) {
+pub(crate) fn check_world(plan: &DataPlan, stores: &Stores, whole: &Batch, world: u32) {
     let part =
         |rank| batch(plan, stores, whole.step, RankSlice::new(rank, world).unwrap()).unwrap();
     let parts: Vec<Batch> = (0..world).map(part).collect();

@@ -119,7 +119,7 @@ fn readers_write_the_callers_memory_and_the_last_stage_sees_it_in_order() {
     };
     let slice = |step| RankSlice::new((step % 3) as u32, 3);
     let ahead = PrefetchSource {
-        plan: Arc::clone(&plan),
+        plan: Arc::clone(&plan).into(),
         stores: Arc::clone(&stores),
         steps: 1..steps + 1,
         options: PrefetchOptions { threads: 3, depth: 2 },
@@ -174,7 +174,8 @@ fn a_digest_holds_only_so_many_tokens() {
         .map(|step| (step, batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest()))
         .collect();
     let found =
-        Prefetcher::summaries(PrefetchSource { plan, stores, steps, options }, 200).unwrap();
+        Prefetcher::summaries(PrefetchSource { plan: plan.into(), stores, steps, options }, 200)
+            .unwrap();
     let found = found.map(Result::unwrap).map(|found| (found.step, found.digest));
     assert_eq!(found.collect::<Vec<_>>(), wanted);
 }

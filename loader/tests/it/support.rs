@@ -24,9 +24,16 @@ pub(crate) struct Text {
     pub(crate) validation: Vec<Vec<u32>>,
     /// A shard ends with the document that reaches this many tokens.
     pub(crate) shard_tokens: u64,
+    /// The values of the kept column `quality`: those of the training documents, then of the held-out ones. Without
+    /// any, no column is kept.
+    pub(crate) kept: Vec<Option<String>>,
 }
 
 impl Text {
+    fn keep(&self) -> Vec<String> {
+        if self.kept.is_empty() { Vec::new() } else { vec!["quality".to_owned()] }
+    }
+
     /// Documents of these lengths with random tokens; `limit` is above every id.
     pub(crate) fn generate(name: &str, lengths: &[u64], limit: u64) -> Self {
         let document = |(number, length): (usize, &u64)| {
@@ -34,7 +41,13 @@ impl Text {
             (0..*length).map(|i| (draw(key, Purpose::Generate, i) % limit) as u32).collect()
         };
         let train = lengths.iter().enumerate().map(document).collect();
-        Text { name: name.to_owned(), train, validation: Vec::new(), shard_tokens: u64::MAX }
+        Text {
+            name: name.to_owned(),
+            train,
+            validation: Vec::new(),
+            shard_tokens: u64::MAX,
+            kept: Vec::new(),
+        }
     }
 }
 
@@ -45,6 +58,17 @@ pub(crate) fn scratch() -> TempDir {
 
 /// Writes a store.
 pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u64) {
+    write_store_with(dir, texts, token_bytes, unit, [None; 2]);
+}
+
+/// Writes a store whose documents have these tokens at their begin and end.
+pub(crate) fn write_store_with(
+    dir: &Path,
+    texts: &[Text],
+    token_bytes: u32,
+    unit: u64,
+    held: [Option<u32>; 2],
+) {
     let sources = texts.iter().map(|text| SourceRecord {
         name: text.name.clone(),
         preparation: String::new(),
@@ -54,30 +78,39 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
         dropped: Vec::new(),
         prepared: None,
         removed_file: None,
-        keep: Vec::new(),
+        keep: text.keep(),
         parts: vec![PartRecord::default()],
     });
-    commit_store(dir, sources.collect(), token_bytes, unit);
+    commit_store_with(dir, sources.collect(), token_bytes, unit, held);
 }
 
+/// The tokenizer of all stores: only its names of tokens matter.
+const TOKENIZER: &str =
+    r#"{"added_tokens": [{"id": 7, "content": "<pre>"}, {"id": 8, "content": "<mid>"}]}"#;
+
 /// Writes the manifest that makes the folder a store of these sources.
-pub(crate) fn commit_store(
+pub(crate) fn commit_store(dir: &Path, sources: Vec<SourceRecord>, token_bytes: u32, unit: u64) {
+    commit_store_with(dir, sources, token_bytes, unit, [None; 2]);
+}
+
+fn commit_store_with(
     dir: &Path,
     mut sources: Vec<SourceRecord>,
     token_bytes: u32,
     unit: u64,
+    held: [Option<u32>; 2],
 ) {
     for source in &mut sources {
         let documents = source.train.documents + source.validation.documents;
         let (path, sha256) = ("generated".to_owned(), Identity([0; 32]));
         source.inputs = vec![InputRecord { path, bytes: 1, sha256, documents, segments: 1 }];
     }
-    fs::write(dir.join("tokenizer.json"), "{}").unwrap();
+    fs::write(dir.join("tokenizer.json"), TOKENIZER).unwrap();
     let tokenizer = TokenizerRecord {
-        sha256: Identity::of_bytes(b"{}"),
+        sha256: Identity::of_bytes(TOKENIZER.as_bytes()),
         vocab: vocab(token_bytes),
-        begin: None,
-        end: None,
+        begin: held[0],
+        end: held[1],
         encoder: "generated".to_owned(),
     };
     let (digest, request) = (Identity([0; 32]), Identity([0; 32]));
@@ -113,11 +146,15 @@ fn write_stream(dir: &Path, text: &Text, split: Split, token_bytes: u32) -> Stre
         Split::Train => &text.train,
         Split::Validation => &text.validation,
     };
-    let head = head(dir, &text.name, split, token_bytes);
+    let head = StreamHead { keep: text.keep(), ..head(dir, &text.name, split, token_bytes) };
+    let mut kept = text.kept.iter().skip(if split == Split::Train { 0 } else { text.train.len() });
     let (mut stream, mut open) = (StreamRecord::empty(), None);
     let mut digest = StreamDigest::default();
     for tokens in documents {
-        let record = record(&text.name, stream.documents, stream.tokens, tokens.len() as u64);
+        let record = DocumentRecord {
+            kept: kept.next().into_iter().cloned().collect(),
+            ..record(&text.name, stream.documents, stream.tokens, tokens.len() as u64)
+        };
         let shard = open.get_or_insert_with(|| {
             let (index, first) = (stream.shards.len(), stream.documents);
             ShardWriter::create(head.clone(), index, record.first_token, first).unwrap()

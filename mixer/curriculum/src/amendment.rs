@@ -17,11 +17,11 @@ use settings::{File, Spanned, Table};
 
 use super::mix::{Mix, MixText};
 use super::numbers::{
-    AutoClipChange, Hyperparameters, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
+    AutoClipChange, Hyperparameters, NumbersChange, OptimizerChange, SkipStepChange,
 };
 use super::places::KeySpans;
 use super::text::{Text as Out, inline, key, quoted};
-use super::{Curriculum, Dtype, Phase};
+use super::{Curriculum, Dtype, Phase, ScheduleChange};
 
 /// One amendment.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -175,9 +175,9 @@ impl Curriculum {
                 amendment.step < first
             });
             let same = |it: &PhaseSegment, mix: &Mix| {
-                // A ramp that begins anew is another one.
+                // A ramp or a reaction that begins anew is another one.
                 let begins = amendment.step + it.spec.steps == first && it.mix_before == 0;
-                it.spec.mix.same(mix) && (begins || !mix.is_ramp())
+                it.spec.mix.same(mix) && (begins || !mix.begins_anew())
             };
             amendment.mix.take_if(|mix| segment.is_some_and(|it| same(it, mix)));
         }
@@ -199,11 +199,13 @@ impl Curriculum {
             if reached && mix.has(source) {
                 let step = first.max(steps.start);
                 let place = || self.place(&segment.mix_key);
-                if mix.is_ramp() && step > first {
-                    let what = format!("a ramp cannot lose {source:?} on its way");
+                if mix.begins_anew() && step > first {
+                    let kind =
+                        if mix.is_ramp() { "a ramp" } else { "a mix that reacts to the loss" };
+                    let what = format!("{kind} cannot lose {source:?} on its way");
                     return Err(Fault::usage(what)
                         .at(place())
-                        .found(format!("step {step} of a ramp that begins at step {first}"))
+                        .found(format!("step {step} of {kind} that begins at step {first}"))
                         .hint(format!("begin at step {first}, or amend the mix instead")));
                 }
                 let left = mix.without(source).ok_or_else(|| {
@@ -274,15 +276,16 @@ impl PhaseSegment {
     }
 }
 
-/// The amendments of a run with these phases and these initial numbers.
+/// The amendments of a run with these phases; `begins` are the numbers in force at a step before the amendments.
 pub(super) fn amendments(
     file: &File,
     places: &KeySpans,
     phases: &[Phase],
-    mut numbers: Hyperparameters,
+    begins: (Hyperparameters, u64),
     texts: Vec<AmendmentText>,
 ) -> Result<Vec<Amendment>> {
     let mut all: Vec<Amendment> = Vec::new();
+    let (mut numbers, mut at) = begins;
     // By phase: the mix in force, and its first step.
     let mut mixes: BTreeMap<usize, (Mix, u64)> = BTreeMap::new();
     for text in texts {
@@ -315,13 +318,15 @@ pub(super) fn amendments(
             }
             let samples = phases[phase].samples_after(step - 1 - begins);
             mix.check(samples).map_err(|fault| fault.at(places.place(&format!("{path}.mix"))))?;
-            // A ramp that begins anew is another one.
-            if before.0.same(mix) && (!mix.is_ramp() || before.1 == *step) {
+            // A ramp or a reaction that begins anew is another one.
+            if before.0.same(mix) && (!mix.begins_anew() || before.1 == *step) {
                 return Err(fault("mix", "this is the mix that the phase has already"));
             }
             *before = (mix.clone(), *step);
         }
         check_bans(&all, ban).map_err(|fault| fault.at(places.place(&format!("{path}.ban"))))?;
+        numbers.advance(phases, at..*step);
+        at = *step;
         change.check(places, &path, &numbers)?;
         numbers.change(change);
         if *skip && all.iter().any(|one| one.step == *step && one.skip) {

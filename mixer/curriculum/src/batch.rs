@@ -102,7 +102,7 @@ impl BatchSizes {
     }
 
     /// Sequences in the first `steps` steps of the phase; `None` beyond 64 bits.
-    pub(super) fn samples(&self, steps: u64) -> Option<u64> {
+    pub fn samples(&self, steps: u64) -> Option<u64> {
         self.runs(steps).into_iter().try_fold(0u64, |sum, (steps, size)| {
             steps.checked_mul(size).and_then(|samples| sum.checked_add(samples))
         })

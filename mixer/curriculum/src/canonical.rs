@@ -5,8 +5,8 @@
 
 use super::text::{Text, float, inline, key, quoted};
 use super::{
-    AutoClipSpec, Curriculum, ModelTable, NewtonSchulzForm, OptimizerSpec, Phase, RemainderRule,
-    ScheduleSpec, SkipStepSpec, SourceSpec, model,
+    AutoClipSpec, BucketCurve, Buckets, Curriculum, ModelTable, NewtonSchulzForm, OptimizerSpec,
+    ParamGroup, Phase, RemainderRule, SkipStepSpec, SourceSpec, model, objective,
 };
 
 impl Curriculum {
@@ -41,12 +41,9 @@ impl Curriculum {
             out.line(&key(field), model::text(value));
         }
         optimizer_text(optimizer, &mut out);
-        let ScheduleSpec { warmup_steps, decay_steps, final_lr } = schedule;
         out.head("[schedule]");
-        out.line("warmup_steps", warmup_steps);
-        out.line("decay_steps", decay_steps);
-        if *decay_steps > 0 {
-            out.line("final_lr", float(*final_lr));
+        for (key, value) in schedule.keys() {
+            out.line(key, value);
         }
         // Written only if set, so that curricula without them keep their text.
         if let Some(SkipStepSpec { window, sigma, non_finite }) = skip_step {
@@ -74,9 +71,11 @@ fn source_text(name: &str, spec: &SourceSpec, out: &mut Text) {
     if *spec == SourceSpec::default() {
         return;
     }
-    let SourceSpec { max_epochs, packing } = spec;
+    let SourceSpec { max_epochs, packing, buckets, fim, mask, loss_weight } = spec;
     out.head(&format!("[source.{}]", key(name)));
-    if *max_epochs != SourceSpec::default().max_epochs {
+    // A curve has its own limit.
+    let capped = |buckets: &Buckets| matches!(buckets.curve, BucketCurve::Power(_));
+    if let Some(max_epochs) = max_epochs.filter(|_| !buckets.as_ref().is_some_and(capped)) {
         out.line("max_epochs", max_epochs);
     }
     if let Some(packing) = packing {
@@ -84,10 +83,15 @@ fn source_text(name: &str, spec: &SourceSpec, out: &mut Text) {
         out.line("lengths", packing.lengths_text());
         out.line("pack_documents", packing.documents);
     }
+    buckets.iter().for_each(|buckets| buckets.write(out));
+    objective::write(fim, mask, out);
+    if let Some(weight) = loss_weight {
+        out.line("loss_weight", quoted(&weight.to_string()));
+    }
 }
 
 fn optimizer_text(optimizer: &OptimizerSpec, out: &mut Text) {
-    let OptimizerSpec { kind, lr, betas, eps, momentum, newton_schulz, weight_decay, clip } =
+    let OptimizerSpec { kind, lr, betas, eps, momentum, newton_schulz, weight_decay, clip, groups } =
         optimizer;
     out.head("[optimizer]");
     out.line("kind", quoted(kind.name()));
@@ -101,6 +105,29 @@ fn optimizer_text(optimizer: &OptimizerSpec, out: &mut Text) {
     }
     out.line("weight_decay", float(*weight_decay));
     out.line("clip", float(*clip));
+    for group in groups {
+        out.head("[[optimizer.group]]");
+        group.values().for_each(|(key, value)| out.line(key, value));
+    }
+}
+
+impl ParamGroup {
+    /// Its keys and values; a scale of 1 is no other group than none.
+    fn values(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let ParamGroup { params, lr_scale, weight_decay } = self;
+        let scale = Some(*lr_scale).filter(|scale| *scale != 1.0);
+        let values = [
+            Some(("params", quoted(params))),
+            scale.map(|scale| ("lr_scale", float(scale))),
+            weight_decay.map(|decay| ("weight_decay", float(decay))),
+        ];
+        values.into_iter().flatten()
+    }
+
+    /// The group as an inline table.
+    pub(super) fn text(&self) -> String {
+        inline(self.values().map(|(key, value)| format!("{key} = {value}")).collect())
+    }
 }
 
 fn phase_text(phase: &Phase, out: &mut Text) {
@@ -115,6 +142,7 @@ fn phase_text(phase: &Phase, out: &mut Text) {
         remainder,
         mix,
         model: ModelTable(fields),
+        schedule,
     } = phase;
     out.head("[[phase]]");
     out.line("name", quoted(name));
@@ -136,5 +164,8 @@ fn phase_text(phase: &Phase, out: &mut Text) {
         let pair =
             |(field, value): (&String, _)| format!("{} = {}", key(field), model::text(value));
         out.line("model", inline(fields.iter().map(pair).collect()));
+    }
+    if let Some(schedule) = schedule {
+        schedule.write(out);
     }
 }

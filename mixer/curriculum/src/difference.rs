@@ -5,8 +5,8 @@ use std::fmt;
 
 use super::text::float;
 use super::{
-    Amendment, Curriculum, Mix, ModelTable, OptimizerSpec, Phase, ScheduleSpec, SourceWeights,
-    model,
+    Amendment, Buckets, Curriculum, Fim, LabelMask, Mix, ModelTable, OptimizerSpec, ParamGroup,
+    Phase, PhaseSchedule, PhaseSegment, ScheduleSpec, SourceWeights, model,
 };
 
 /// Shown where one of the two curricula has no such amendment.
@@ -40,8 +40,9 @@ impl fmt::Display for CurriculumDifference {
 impl Curriculum {
     /// What `other` (the edit) changes against `self` (what the run began with), sorted by the first step affected.
     ///
-    /// Phase names, `max_epochs` and store paths change no step and never appear: a limit either refuses the plan or
-    /// has no effect, and stores and initial weights are identified by their digests.
+    /// Phase names and store paths change no step and never appear: stores and initial weights are identified by their
+    /// digests. Nor does `max_epochs`, except in a mix that reacts, whose weights it limits: elsewhere a limit either
+    /// refuses the plan or has no effect.
     pub fn difference(&self, other: &Curriculum) -> Vec<CurriculumDifference> {
         let Curriculum {
             stores: _,
@@ -67,7 +68,7 @@ impl Curriculum {
         window_differences(self, other, &mut list);
         phase_differences(self, other, &mut list);
         for source in sources.keys().chain(other.sources.keys()).collect::<BTreeSet<_>>() {
-            packing_difference(source, self, other, &mut list);
+            source_difference(source, self, other, &mut list);
         }
         amendment_differences(amendments, &other.amendments, &mut list);
         list.0.sort_by_key(|difference| difference.first_step);
@@ -112,7 +113,7 @@ fn model_difference(
 }
 
 fn optimizer_difference(optimizer: &OptimizerSpec, other: &OptimizerSpec, list: &mut List) {
-    let OptimizerSpec { kind, lr, betas, eps, momentum, newton_schulz, weight_decay, clip } =
+    let OptimizerSpec { kind, lr, betas, eps, momentum, newton_schulz, weight_decay, clip, groups } =
         optimizer;
     let pair = |betas: &[f64; 2]| format!("[{}, {}]", float(betas[0]), float(betas[1]));
     list.compare("optimizer.kind", other.kind.name(), kind.name(), 1);
@@ -124,39 +125,70 @@ fn optimizer_difference(optimizer: &OptimizerSpec, other: &OptimizerSpec, list: 
     list.compare("optimizer.newton_schulz", other.newton_schulz.name(), newton_schulz, 1);
     list.compare("optimizer.weight_decay", float(other.weight_decay), float(*weight_decay), 1);
     list.compare("optimizer.clip", float(other.clip), float(*clip), 1);
+    let text = |groups: &[ParamGroup], number: usize| match groups.get(number) {
+        Some(group) => group.text(),
+        None => "not set".to_owned(),
+    };
+    for number in 0..groups.len().max(other.groups.len()) {
+        let key = format!("optimizer.group.{}", number + 1);
+        list.compare(&key, text(&other.groups, number), text(groups, number), 1);
+    }
 }
 
 fn schedule_difference(one: &Curriculum, other: &ScheduleSpec, list: &mut List) {
-    let ScheduleSpec { warmup_steps, decay_steps, final_lr } = &one.schedule;
-    list.compare("schedule.warmup_steps", other.warmup_steps, warmup_steps, 1);
-    let with = |schedule| Curriculum { schedule, ..one.clone() };
-    let edited = with(ScheduleSpec { decay_steps: other.decay_steps, ..one.schedule.clone() });
-    if let Some(decays) = first_decay(one, &edited) {
-        list.compare("schedule.decay_steps", other.decay_steps, decay_steps, decays);
-    }
-    // If only one of them decays, `schedule.decay_steps` has been listed already.
-    if *decay_steps > 0 && other.decay_steps > 0 {
-        let edited = with(ScheduleSpec { final_lr: other.final_lr, ..one.schedule.clone() });
-        if let Some(decays) = first_decay(one, &edited) {
-            list.compare("schedule.final_lr", float(other.final_lr), float(*final_lr), decays);
+    let with = |schedule| first_other_rate(one, &Curriculum { schedule, ..one.clone() });
+    let Some(whole) = with(*other) else { return };
+    let was = one.schedule;
+    // `other` with one key at a time, in the order of `values`.
+    let edits = [
+        ScheduleSpec { kind: other.kind, ..was },
+        ScheduleSpec { warmup_steps: other.warmup_steps, ..was },
+        ScheduleSpec { stable_steps: other.stable_steps, ..was },
+        ScheduleSpec { decay_steps: other.decay_steps, ..was },
+        ScheduleSpec { decay_shape: other.decay_shape, ..was },
+        ScheduleSpec { final_lr: other.final_lr, ..was },
+    ];
+    let shown = |value: Option<String>| match value {
+        Some(value) => value.trim_matches('"').to_owned(),
+        None => "not set".to_owned(),
+    };
+    let values = was.values().into_iter().zip(other.values());
+    let edited: Vec<_> = values.zip(edits).filter(|(_, edit)| *edit != was).collect();
+    let reached = edited.iter().any(|(_, edit)| with(*edit).is_some_and(|first| first <= whole));
+    let mut decay = false;
+    for (number, (((key, value), (_, others)), edit)) in edited.into_iter().enumerate() {
+        // Two keys may have an effect together that neither has alone.
+        let together = (number == 0 && !reached).then_some(whole);
+        // A final rate that only one of them has is part of a decay that only one of them has.
+        let part = decay && value.is_some() != others.is_some();
+        if let Some(first) = together.or(with(edit)).filter(|_| !part) {
+            list.compare(key, shown(others), shown(value), first.max(whole));
+            decay |= key == "schedule.decay_steps";
         }
     }
 }
 
-/// The first step at which the two decay schedules differ, amendments included. The curricula may differ only in the
-/// decay keys of `[schedule]`.
-fn first_decay(one: &Curriculum, other: &Curriculum) -> Option<u64> {
-    let steps: u64 = one.phases.iter().map(|phase| phase.steps).sum();
-    let amended = one.amendments.iter().map(|amendment| amendment.step);
-    let starts: Vec<u64> = std::iter::once(1).chain(amended).collect();
-    let ends = starts[1..].iter().copied().chain([steps + 1]);
+/// The first step whose rate follows from another formula, amendments and phases included. The curricula may differ
+/// only in `[schedule]`.
+fn first_other_rate(one: &Curriculum, other: &Curriculum) -> Option<u64> {
+    let (mut starts, mut steps) = (BTreeSet::from([1]), 0);
+    for phase in &one.phases {
+        starts.insert(steps + 1);
+        steps += phase.steps;
+    }
+    starts.extend(one.amendments.iter().map(|amendment| amendment.step));
+    let ends = starts.iter().copied().skip(1).chain([steps + 1]);
     starts.iter().zip(ends).find_map(|(&start, end)| {
-        let [one, other] = [one, other].map(|of| of.numbers_at(start).schedule);
-        let decay =
-            |of: &ScheduleSpec| (of.decay_steps, (of.decay_steps > 0).then_some(of.final_lr));
-        // At step `warmup_steps` both rates are the peak, up to rounding.
-        let decays = start.max(one.warmup_steps);
-        (decay(&one) != decay(&other) && decays < end).then_some(decays)
+        let [one, other] = [one, other].map(|of| of.numbers_at(start).rates());
+        let mut step = start;
+        while step < end {
+            let ((part, until), (others, also)) = (one.part(step), other.part(step));
+            if part != others {
+                return Some(step);
+            }
+            step = until.min(also);
+        }
+        None
     })
 }
 
@@ -169,19 +201,54 @@ fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
     windows.for_each(|it| list.compare(it.key, it.becomes, it.was, 1));
 }
 
-/// A source's packing matters from the first step whose mix has the source.
-fn packing_difference(source: &str, one: &Curriculum, other: &Curriculum, list: &mut List) {
-    let begins = |of: &Curriculum| {
+/// How a source is packed, cut into buckets and learnt matters from the first step whose mix has the source or a
+/// bucket.
+fn source_difference(source: &str, one: &Curriculum, other: &Curriculum, list: &mut List) {
+    let begins = |of: &Curriculum, reacts: bool| {
         let segments = of.segments();
-        let at = segments.iter().position(|segment| segment.spec.mix.has(source));
+        // A mix may name the source, one of its buckets, or the source that has it as a bucket.
+        let whole = of.whole(source);
+        let of_source = |name: &String| match name.strip_prefix(source) {
+            Some(rest) => rest.is_empty() || rest.starts_with('/'),
+            None => whole == name,
+        };
+        let has = |segment: &PhaseSegment| {
+            let reacting = !reacts || segment.spec.mix.reaction().is_some();
+            reacting && segment.spec.mix.sources().into_iter().any(of_source)
+        };
+        let at = segments.iter().position(has);
         at.map(|at| 1 + segments[..at].iter().map(|segment| segment.spec.steps).sum::<u64>())
     };
     let show = |of: &Curriculum| match of.packing(source) {
         Some(packing) => packing.meaning(),
         None => "concatenate".to_owned(),
     };
-    if let Some(first) = [begins(one), begins(other)].into_iter().flatten().min() {
+    let first = |reacts| [one, other].into_iter().filter_map(|of| begins(of, reacts)).min();
+    if let Some(first) = first(true) {
+        let most = |of: &Curriculum| of.max_epochs(source);
+        list.compare(&format!("source.{source}.max_epochs"), most(other), most(one), first);
+    }
+    if let Some(first) = first(false) {
         list.compare(&format!("source.{source}.packing"), show(other), show(one), first);
+        let none = || "none".to_owned();
+        let fim = |of: &Curriculum| of.fim(source).map_or_else(none, Fim::text);
+        list.compare(&format!("source.{source}.fim"), fim(other), fim(one), first);
+        let mask = |of: &Curriculum| of.mask(source).map_or_else(none, LabelMask::text);
+        list.compare(&format!("source.{source}.mask"), mask(other), mask(one), first);
+        let weight = |of: &Curriculum| of.loss_weight(source);
+        list.compare(&format!("source.{source}.loss_weight"), weight(other), weight(one), first);
+        let buckets = |of: &Curriculum| of.sources.get(source)?.buckets.clone();
+        let (one, other) = (buckets(one), buckets(other));
+        let rule = |buckets: &Option<Buckets>| match buckets {
+            Some(buckets) => buckets.rule_text(),
+            None => "none".to_owned(),
+        };
+        list.compare(&format!("source.{source}.buckets"), rule(&other), rule(&one), first);
+        let curve = |buckets: &Option<Buckets>| {
+            let curve = buckets.as_ref().and_then(Buckets::curve_text);
+            curve.unwrap_or_else(|| "each bucket as often".to_owned())
+        };
+        list.compare(&format!("source.{source}.curve"), curve(&other), curve(&one), first);
     }
 }
 
@@ -249,6 +316,7 @@ fn phase_difference(
         remainder,
         mix,
         model,
+        schedule,
     } = phase;
     let key = |field: &str| format!("phase.{name}.{field}");
     let ends = first_step + other.steps.min(*steps);
@@ -266,6 +334,11 @@ fn phase_difference(
     list.compare(&key("weight_shards"), other.weight_shards, weight_shards, first_step);
     list.compare(&key("remainder"), other.remainder.name(), remainder.name(), first_step);
     model_difference(&key("model"), model, &other.model, first_step, list);
+    let show = |schedule: &Option<PhaseSchedule>| match schedule {
+        Some(schedule) => schedule.text(),
+        None => "that of the phase before".to_owned(),
+    };
+    list.compare(&key("schedule"), show(&other.schedule), show(schedule), first_step);
     // Weights with equal proportions give the same mix.
     if mix.same(&other.mix) {
         return;

@@ -6,7 +6,9 @@
 #![forbid(unsafe_code)]
 
 mod amendment;
+mod apportion;
 mod batch;
+mod buckets;
 mod canonical;
 mod curve;
 mod difference;
@@ -14,30 +16,41 @@ pub mod guard;
 mod mix;
 mod model;
 mod numbers;
+mod objective;
 mod packing;
 mod parse;
 mod places;
 pub mod rate;
+mod reaction;
+mod schedule;
 mod text;
+mod weights;
 
 use std::collections::BTreeMap;
 use std::fmt;
 
+use contract::Ratio;
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize, de};
 
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
+pub use apportion::apportion;
 pub use batch::BatchSizes;
+pub use buckets::{BucketCurve, BucketRule, Buckets, PowerCurve};
 pub use curve::{MixCurve, RAMP_ONE};
 pub use difference::CurriculumDifference;
-pub use mix::{Mix, MixWeights, SourceWeights, WEIGHT_MAX};
+pub use mix::{Mix, MixWeights};
 pub use model::ModelTable;
 pub use numbers::{
     AutoClipChange, ChangedHyperparameter, Hyperparameters, NumbersChange, OptimizerChange,
-    ScheduleChange, SkipStepChange,
+    SkipStepChange,
 };
+pub use objective::{Fim, LabelMask, SENTINEL_KEYS, Sentinel};
 pub use packing::Packing;
 pub use parse::schema;
+pub use reaction::{MIX_PARTS, Reaction, ReactionRule};
+pub use schedule::{DecayShape, PhaseSchedule, ScheduleChange, ScheduleKind, ScheduleSpec};
+pub use weights::{SourceWeights, WEIGHT_MAX};
 
 /// A parsed curriculum, every default filled in.
 #[derive(Clone, Debug)]
@@ -114,15 +127,26 @@ pub struct Phase {
     pub mix: Mix,
     /// The model keys that differ during this phase (`rope_theta` for longer sequences).
     pub model: ModelTable,
+    /// The learning rate's schedule that begins with this phase; `None`: the one before continues.
+    pub schedule: Option<PhaseSchedule>,
 }
 
 /// `[source.NAME]`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct SourceSpec {
-    /// How many epochs of the source the whole run may read.
-    pub max_epochs: u64,
+    /// How many epochs of the source the whole run may read; `None`: one, since repeating text has to be asked for, or
+    /// as many as the source that it is a bucket of.
+    pub max_epochs: Option<u64>,
     /// How its documents become sequences; `None`: concatenated and cut.
     pub packing: Option<Packing>,
+    /// How it is cut into buckets; `None`: it is one.
+    pub buckets: Option<Buckets>,
+    /// Which pieces are rearranged for fill-in-the-middle; `None`: none, or as the source that it is a bucket of.
+    pub fim: Option<Fim>,
+    /// Which labels are left out; `None` as for `fim`.
+    pub mask: Option<LabelMask>,
+    /// What the loss of each of its labels is multiplied by; `None`: 1, or as for `fim`.
+    pub loss_weight: Option<Ratio>,
 }
 
 /// Which optimizer.
@@ -205,18 +229,32 @@ pub struct OptimizerSpec {
     /// Largest global gradient norm; 0 for no clipping.
     #[schemars(extend("digest" = "run"))]
     pub clip: f64,
+    /// Parameters with numbers of their own, by name; the first group that matches a name has it.
+    #[serde(rename = "group")]
+    #[schemars(extend("digest" = "run"))]
+    pub groups: Vec<ParamGroup>,
 }
 
-/// `[schedule]`: step `s` has `lr * s / warmup_steps` up to `warmup_steps`, then half a cosine down to `final_lr` over
-/// `decay_steps`, then `final_lr`. Never derived from phase lengths. Without `decay_steps` the rate stays at `lr`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ScheduleSpec {
-    /// Steps of warm-up.
-    pub warmup_steps: u64,
-    /// Steps of decay after warm-up; 0 for none.
-    pub decay_steps: u64,
-    /// The rate after decay.
-    pub final_lr: f64,
+/// `[[optimizer.group]]`: parameters with numbers of their own.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+#[schemars(rename = "Group")]
+pub struct ParamGroup {
+    /// Names, with `*` for any characters: `"model.layers.*.mlp.*"`. The first line of a ledger lists them.
+    #[schemars(extend("digest" = "run"))]
+    pub params: String,
+    /// What the learning rate of every step is multiplied by, at least 0.
+    #[serde(default = "one")]
+    #[schemars(extend("digest" = "run (where not 1)"))]
+    pub lr_scale: f64,
+    /// Weight decay, at least 0; otherwise that of `[optimizer]`, and none for vectors.
+    #[serde(default)]
+    #[schemars(extend("digest" = "run"))]
+    pub weight_decay: Option<f64>,
+}
+
+fn one() -> f64 {
+    1.0
 }
 
 /// `[skip_step]`: a step whose loss or gradient norm lies more than `sigma` standard deviations above the mean of the
@@ -273,14 +311,19 @@ pub struct AutoClipSpec {
 }
 
 impl Curriculum {
-    /// How many epochs of `source` the run may read: as stated, or 1.
+    /// How many epochs of `source` the run may read: as stated for it or the source that it is a bucket of, or 1.
     pub fn max_epochs(&self, source: &str) -> u64 {
-        self.sources.get(source).map_or(SourceSpec::default().max_epochs, |spec| spec.max_epochs)
+        self.specs(source).into_iter().flatten().find_map(|spec| spec.max_epochs).unwrap_or(1)
     }
 
     /// How the documents of `source` are packed; `None`: concatenated and cut.
     pub fn packing(&self, source: &str) -> Option<&Packing> {
-        self.sources.get(source)?.packing.as_ref()
+        self.specs(source).into_iter().flatten().find_map(|spec| spec.packing.as_ref())
+    }
+
+    /// The settings of `source`, then those of the source that it is a bucket of.
+    fn specs(&self, source: &str) -> [Option<&SourceSpec>; 2] {
+        [source, self.whole(source)].map(|name| self.sources.get(name))
     }
 
     /// The model during a phase (index into `phases`): `[model]`, overridden by the phase's keys.
@@ -303,22 +346,18 @@ impl Curriculum {
         self.places.place(key)
     }
 
-    /// [`Curriculum::place`] of a source's weight in the mix at `mix_key`; of a ramp, that at its start.
+    /// [`Curriculum::place`] of a source's weight in the mix at `mix_key`; of a ramp or a reaction, that at its start.
     pub fn mix_place(&self, mix_key: &str, source: &str) -> String {
-        let keys = ["", ".from", ".to"].map(|side| format!("{mix_key}{side}.{source}"));
+        let key = |name: &str| {
+            ["", ".from", ".to", ".start"].map(|side| format!("{mix_key}{side}.{name}"))
+        };
+        let keys: Vec<String> = [source, self.whole(source)].into_iter().flat_map(key).collect();
         self.place(self.places.first_of(&keys).unwrap_or(&keys[0]))
     }
 
     /// The value of a key as typed in the file: `0.70`, `"3/10"`.
     pub fn typed(&self, key: &str) -> Option<&str> {
         self.places.typed(key)
-    }
-}
-
-impl Default for SourceSpec {
-    /// Once: repeating text has to be asked for explicitly.
-    fn default() -> Self {
-        SourceSpec { max_epochs: 1, packing: None }
     }
 }
 
@@ -374,6 +413,7 @@ impl Default for OptimizerSpec {
             newton_schulz: NewtonSchulzForm::default(),
             weight_decay: 0.1,
             clip: 1.0,
+            groups: Vec::new(),
         }
     }
 }

@@ -1,27 +1,24 @@
-//! The mix of a phase, as it is typed, as it is written and as integers: constant weights, or a ramp between two mixes.
+//! The mix of a phase, as it is typed, as it is written and as integers: constant weights, a ramp between two mixes, or
+//! weights that react to the loss.
 
 use std::collections::BTreeMap;
 
-use contract::ratio::{TOO_LONG, gcd};
+use contract::ratio::gcd;
 use contract::{Fault, Ratio, Result};
 use schemars::JsonSchema;
 use settings::{File, Spanned, Table, Value};
 
 use super::curve::{MixCurve, RAMP_ONE};
 use super::places::KeySpans;
-use super::text::{inline, key};
-
-/// The largest sum of the integer weights of a mix: twice its product with a sample number fits 128 bits.
-pub const WEIGHT_MAX: u64 = 1 << 62;
+use super::reaction::{Reaction, ReactionText};
+use super::text::inline;
+use super::weights::{SourceWeights, WEIGHT_MAX, Weight, deal, integers, weights_of, weights_text};
 
 /// The most samples over which a ramp extends: integrals of its curve then fit 128 bits.
 const RAMP_SAMPLES_MAX: u64 = 1 << 46;
 
 /// The largest product of a ramp's sum of weights and its samples, for the same reason.
 const RAMP_PRODUCT_MAX: u128 = 1 << 93;
-
-/// Sources and their weights, all above zero.
-pub type SourceWeights = BTreeMap<String, Ratio>;
 
 /// What a phase reads.
 #[derive(Clone, Debug, PartialEq)]
@@ -37,6 +34,8 @@ pub enum Mix {
         /// The way between them.
         curve: MixCurve,
     },
+    /// Weights that follow from the loss, window by window.
+    Reacting(Box<Reaction>),
 }
 
 /// The weights of a mix as integers, in the order of the sources' names. Only these affect the plan.
@@ -55,22 +54,14 @@ pub enum MixWeights {
     },
 }
 
-/// A weight of a mix.
-#[derive(JsonSchema)]
-#[serde(untagged)]
-#[expect(dead_code, reason = "stands for a value that is read as it is typed")]
-pub(super) enum Weight {
-    Number(f64),
-    Ratio(String),
-}
-
-/// `mix`: weights, or a ramp.
+/// `mix`: weights, a ramp, or a rule.
 #[derive(JsonSchema)]
 #[serde(untagged)]
 #[expect(dead_code, reason = "stands for a table that is read with its places")]
 pub(super) enum MixText {
     Constant(BTreeMap<String, Weight>),
     Ramp(RampText),
+    Reacting(ReactionText),
 }
 
 /// A mix that moves from one to another over its phase.
@@ -121,6 +112,9 @@ impl Mix {
         // A weight is never a table, so sources may have these names too.
         if !mix.get_ref().values().any(|value| value.get_ref().is_table()) {
             return Ok(Mix::Constant(weights_of(file, mix)?));
+        }
+        if Reaction::is(mix.get_ref()) {
+            return Ok(Mix::Reacting(Box::new(Reaction::read(file, places, path, mix)?)));
         }
         let keys = ["from", "to", "curve", "table"];
         if let Some(key) = mix.get_ref().keys().find(|key| !keys.contains(&key.get_ref().as_str()))
@@ -179,6 +173,7 @@ impl Mix {
                 all.dedup();
                 all
             }
+            Mix::Reacting(reaction) => reaction.first().keys().collect(),
         }
     }
 
@@ -189,15 +184,32 @@ impl Mix {
 
     /// Whether two mixes have the same sources with the same shares at every time, given equal lengths.
     pub(super) fn same(&self, other: &Mix) -> bool {
-        self.sources() == other.sources() && self.weights() == other.weights()
+        match (self, other) {
+            (Mix::Reacting(one), Mix::Reacting(other)) => one.text() == other.text(),
+            (Mix::Reacting(_), _) | (_, Mix::Reacting(_)) => false,
+            _ => self.sources() == other.sources() && self.weights() == other.weights(),
+        }
     }
 
     /// The name of a ramp's curve.
     pub fn curve(&self) -> Option<&'static str> {
         match self {
-            Mix::Constant(_) => None,
+            Mix::Constant(_) | Mix::Reacting(_) => None,
             Mix::Ramp { curve, .. } => Some(curve.name()),
         }
+    }
+
+    /// How it reacts to the loss, if it does.
+    pub fn reaction(&self) -> Option<&Reaction> {
+        match self {
+            Mix::Reacting(reaction) => Some(reaction),
+            Mix::Constant(_) | Mix::Ramp { .. } => None,
+        }
+    }
+
+    /// Whether its shares depend on the step at which it begins.
+    pub(super) fn begins_anew(&self) -> bool {
+        !matches!(self, Mix::Constant(_))
     }
 
     /// Whether it changes within its phase.
@@ -222,10 +234,31 @@ impl Mix {
                     (false, false) => Some(self.settled()),
                 }
             }
+            Mix::Reacting(reaction) => {
+                Some(Mix::Reacting(Box::new(reaction.clone().without(source)?)))
+            }
         }
     }
 
-    /// Its weights as integers; `None` if they are so fine or so far apart that their sum does not fit.
+    /// The same, where each source in `deals` is replaced by its buckets with their shares of its weight.
+    pub(super) fn dealt(
+        &self,
+        deals: &BTreeMap<String, Vec<(String, Ratio)>>,
+        samples: u64,
+    ) -> Result<Mix> {
+        let mix = match self {
+            Mix::Constant(weights) => Mix::Constant(deal(weights, deals)?),
+            Mix::Ramp { from, to, curve } => {
+                Mix::Ramp { from: deal(from, deals)?, to: deal(to, deals)?, curve: curve.clone() }
+            }
+            Mix::Reacting(reaction) => Mix::Reacting(Box::new(reaction.dealt(deals)?)),
+        };
+        mix.check(samples)?;
+        Ok(mix)
+    }
+
+    /// Its weights as integers, of a mix that reacts those of its first windows; `None` if they are so fine or so far
+    /// apart that their sum does not fit.
     pub fn weights(&self) -> Option<MixWeights> {
         match self {
             Mix::Constant(weights) => Some(MixWeights::Constant(integers(weights)?)),
@@ -248,21 +281,26 @@ impl Mix {
                     knots: curve.knots(),
                 })
             }
+            Mix::Reacting(reaction) => Some(MixWeights::Constant(integers(reaction.first())?)),
         }
+    }
+
+    /// [`Mix::weights`], or what is wrong with them.
+    pub fn exact_weights(&self) -> Result<MixWeights> {
+        self.weights().ok_or_else(|| {
+            let fault = Fault::usage("these weights are too fine for each other").wanted(SUM);
+            match self {
+                Mix::Constant(_) | Mix::Reacting(_) => fault,
+                Mix::Ramp { .. } => {
+                    fault.hint("give `from` and `to` the same sum, such as 1 or 100")
+                }
+            }
+        })
     }
 
     /// Refuses weights that have no integer form, and a ramp over too many samples for its weights.
     pub(super) fn check(&self, samples: u64) -> Result<()> {
-        let Some(weights) = self.weights() else {
-            let fault = Fault::usage("these weights are too fine for each other").wanted(SUM);
-            return Err(match self {
-                Mix::Constant(_) => fault,
-                Mix::Ramp { .. } => {
-                    fault.hint("give `from` and `to` the same sum, such as 1 or 100")
-                }
-            });
-        };
-        let MixWeights::Ramp { from, .. } = weights else { return Ok(()) };
+        let MixWeights::Ramp { from, .. } = self.exact_weights()? else { return Ok(()) };
         let total: u64 = from.iter().sum();
         if samples > RAMP_SAMPLES_MAX {
             return Err(Fault::usage("the phase is too long for a ramp")
@@ -292,6 +330,7 @@ impl Mix {
                 curve.write(&mut pairs);
                 inline(pairs)
             }
+            Mix::Reacting(reaction) => reaction.text(),
         }
     }
 }
@@ -311,59 +350,6 @@ impl MixWeights {
             }
         }
     }
-}
-
-/// Weights by source, exactly as typed.
-fn weights_of(file: &File, mix: &Spanned<Table>) -> Result<SourceWeights> {
-    if mix.get_ref().is_empty() {
-        return Err(file.fault(mix, "the mix is empty").wanted("mix = { source = weight }"));
-    }
-    let weight = |(source, value): (&Spanned<String>, &Spanned<Value>)| {
-        let name = source.get_ref();
-        let refused = |what: &str| {
-            let fault = file.fault(value, format!("the weight of {name} is not {what}"));
-            fault.found(file.typed(value.span()))
-        };
-        match file.ratio(value) {
-            Ok(weight) if !weight.is_zero() => Ok((name.clone(), weight)),
-            Err(reason) if reason == TOO_LONG => {
-                let what = format!("the weight of {name} has too many digits");
-                Err(file.fault(value, what).found(file.typed(value.span())).wanted(
-                    "at most 19 digits, zeros of an exponent included: only the proportions of weights count",
-                ))
-            }
-            Err(reason) if !file.plain(value).trim_start().starts_with('-') => {
-                Err(refused("a number")
-                    .wanted("an integer, a decimal or a ratio like \"3/10\"")
-                    .hint(format!("it is taken exactly as typed: {reason}")))
-            }
-            _ => Err(refused("above zero")
-                .wanted("a number above zero")
-                .hint("leave the source out of the mix to give it no weight")),
-        }
-    };
-    mix.get_ref().iter().map(weight).collect()
-}
-
-/// Weights as integers without a common divisor.
-fn weights_text(mix: &SourceWeights) -> String {
-    let weights = integers(mix).expect("checked when the mix was read");
-    let pairs =
-        mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
-    inline(pairs.collect())
-}
-
-/// The weights as integers without a common divisor, in the order of the sources' names.
-fn integers(mix: &SourceWeights) -> Option<Vec<u64>> {
-    let scale = mix.values().try_fold(1u64, |scale, weight| {
-        (scale / gcd(scale, weight.den())).checked_mul(weight.den())
-    })?;
-    let whole = |weight: &Ratio| weight.num().checked_mul(scale / weight.den());
-    let weights: Vec<u64> = mix.values().map(whole).collect::<Option<_>>()?;
-    let divisor = weights.iter().fold(0, |divisor, &weight| gcd(divisor, weight));
-    let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
-    let total = weights.iter().try_fold(0u64, |sum, &weight| sum.checked_add(weight))?;
-    (total <= WEIGHT_MAX).then_some(weights)
 }
 
 #[cfg(test)]

@@ -5,15 +5,18 @@
 //! number and these keys, not of the step of the amendment. Windows are filled from the first step that needs them: an
 //! amendment that introduces them begins with empty ones.
 
+use std::ops::Range;
+
 use contract::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::places::{KeySpans, check_numbers, check_windows};
-use super::rate::Schedule;
+use super::rate::{Schedule, ScheduleOrigin};
 use super::text::{Text as Out, float, inline, quoted};
 use super::{
-    AutoClipSpec, Curriculum, Dtype, NonFinite, OptimizerSpec, ScheduleSpec, SkipStepSpec,
+    AutoClipSpec, Curriculum, Dtype, NonFinite, OptimizerSpec, Phase, ScheduleChange, ScheduleSpec,
+    SkipStepSpec,
 };
 
 /// The numbers in force at a step.
@@ -21,8 +24,10 @@ use super::{
 pub struct Hyperparameters {
     /// `[optimizer]`.
     pub optimizer: OptimizerSpec,
-    /// `[schedule]`.
+    /// `[schedule]`, or the latest phase's.
     pub schedule: ScheduleSpec,
+    /// Where that schedule begins.
+    pub origin: ScheduleOrigin,
     /// `[skip_step]`.
     pub skip_step: Option<SkipStepSpec>,
     /// `[auto_clip]`.
@@ -68,18 +73,6 @@ pub struct OptimizerChange {
     pub clip: Option<f64>,
 }
 
-/// `schedule` of an amendment.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct ScheduleChange {
-    /// Steps of warm-up, counted from the beginning of the run.
-    pub warmup_steps: Option<u64>,
-    /// Steps of decay after warm-up.
-    pub decay_steps: Option<u64>,
-    /// The rate after decay.
-    pub final_lr: Option<f64>,
-}
-
 /// `skip_step` of an amendment; a run without the section has its defaults for the keys that are not named.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -107,13 +100,19 @@ impl Curriculum {
     pub fn numbers_at(&self, step: u64) -> Hyperparameters {
         let mut numbers = Hyperparameters {
             optimizer: self.optimizer.clone(),
-            schedule: self.schedule.clone(),
+            schedule: self.schedule,
+            origin: ScheduleOrigin::default(),
             skip_step: self.skip_step,
             auto_clip: self.auto_clip,
             dtype: self.dtype,
         };
-        let begun = self.amendments.iter().filter(|amendment| amendment.step <= step);
-        begun.for_each(|amendment| numbers.change(&amendment.numbers));
+        let mut at = 0;
+        for amendment in self.amendments.iter().filter(|amendment| amendment.step <= step) {
+            numbers.advance(&self.phases, at..amendment.step);
+            numbers.change(&amendment.numbers);
+            at = amendment.step;
+        }
+        numbers.advance(&self.phases, at..step);
         numbers
     }
 }
@@ -121,8 +120,25 @@ impl Curriculum {
 impl Hyperparameters {
     /// The learning rate by step if these numbers applied from the beginning.
     pub fn rates(&self) -> Schedule {
-        let ScheduleSpec { warmup_steps, decay_steps, final_lr } = self.schedule;
-        Schedule { peak: self.optimizer.lr, warmup_steps, decay_steps, last: final_lr }
+        Schedule { peak: self.optimizer.lr, spec: self.schedule, origin: self.origin }
+    }
+
+    /// The numbers of step `steps.end`, from those of step `steps.start`: begins the schedules of the phases whose
+    /// first step lies after `start`, up to `end`.
+    pub fn advance(&mut self, phases: &[Phase], steps: Range<u64>) {
+        let mut before = 0;
+        for phase in phases {
+            let first = before + 1;
+            if let Some(schedule) =
+                phase.schedule.filter(|_| steps.start < first && first <= steps.end)
+            {
+                let rate = self.rates().rate(before);
+                self.optimizer.lr = schedule.lr.unwrap_or(rate);
+                self.schedule = schedule.spec;
+                self.origin = ScheduleOrigin { after: before, rate };
+            }
+            before += phase.steps;
+        }
     }
 
     /// The amendable keys whose values differ in `later`.
@@ -142,16 +158,12 @@ impl Hyperparameters {
 
     /// All amendable numbers, as an amendment would set them.
     fn amendable(&self) -> NumbersChange {
-        let Hyperparameters { optimizer, schedule, skip_step: skip, auto_clip: clip, dtype } = self;
-        let ScheduleSpec { warmup_steps, decay_steps, final_lr } = *schedule;
+        // The origin of a schedule is a phase's, not an amendment's.
+        let Hyperparameters { optimizer, schedule, origin: _, .. } = self;
+        let Hyperparameters { skip_step: skip, auto_clip: clip, dtype, .. } = self;
         NumbersChange {
             optimizer: OptimizerChange { lr: Some(optimizer.lr), clip: Some(optimizer.clip) },
-            schedule: ScheduleChange {
-                warmup_steps: Some(warmup_steps),
-                decay_steps: Some(decay_steps),
-                // Without decay, the final rate has no effect.
-                final_lr: (decay_steps > 0).then_some(final_lr),
-            },
+            schedule: schedule.effective(),
             skip_step: SkipStepChange {
                 window: skip.map(|skip| skip.window),
                 sigma: skip.map(|skip| skip.sigma),
@@ -169,7 +181,6 @@ impl Hyperparameters {
     pub fn change(&mut self, change: &NumbersChange) {
         let NumbersChange { optimizer, schedule, skip_step, auto_clip, dtype } = change;
         let OptimizerChange { lr, clip } = *optimizer;
-        let ScheduleChange { warmup_steps, decay_steps, final_lr } = *schedule;
         if *skip_step != SkipStepChange::default() {
             let SkipStepChange { window, sigma, non_finite } = *skip_step;
             let skip = self.skip_step.get_or_insert_default();
@@ -187,9 +198,7 @@ impl Hyperparameters {
         }
         self.optimizer.lr = lr.unwrap_or(self.optimizer.lr);
         self.optimizer.clip = clip.unwrap_or(self.optimizer.clip);
-        self.schedule.warmup_steps = warmup_steps.unwrap_or(self.schedule.warmup_steps);
-        self.schedule.decay_steps = decay_steps.unwrap_or(self.schedule.decay_steps);
-        self.schedule.final_lr = final_lr.unwrap_or(self.schedule.final_lr);
+        self.schedule = self.schedule.with(*schedule);
         self.dtype = dtype.unwrap_or(self.dtype);
     }
 }
@@ -209,14 +218,11 @@ impl NumbersChange {
     ) -> Result<()> {
         let NumbersChange { optimizer, schedule, skip_step: _, auto_clip, dtype: _ } = self;
         let key = |name: &str| format!("{path}.{name}");
-        let numbers = [
-            ("optimizer.lr", optimizer.lr),
-            ("optimizer.clip", optimizer.clip),
-            ("schedule.final_lr", schedule.final_lr),
-        ];
+        let numbers = [("optimizer.lr", optimizer.lr), ("optimizer.clip", optimizer.clip)];
         for (name, number) in numbers {
             check_numbers(places, &[(&key(name), number.unwrap_or(0.0), f64::INFINITY)])?;
         }
+        schedule.apply(places, &key("schedule"), before.schedule)?;
         let mut after = before.clone();
         after.change(self);
         if auto_clip.window.is_some() && after.auto_clip.is_none() {
@@ -228,17 +234,7 @@ impl NumbersChange {
             let what = "these are the values that the run has already";
             return Err(places.fault(&key(self.first_key()), what));
         }
-        match (schedule.final_lr, before.schedule.decay_steps, after.schedule.decay_steps) {
-            (None, 0, 1..) => {
-                let wanted = "the learning rate that `decay_steps` leads to";
-                Err(places.fault(&key("schedule"), "the schedule has no `final_lr`").wanted(wanted))
-            }
-            (Some(_), _, 0) => {
-                let what = "`final_lr` is never reached: `decay_steps` is missing or 0";
-                Err(places.fault(&key("schedule.final_lr"), what))
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// A key for error messages.
@@ -248,23 +244,27 @@ impl NumbersChange {
     }
 
     /// Every amendable key with its value in canonical text: the only list of them.
-    pub fn values(&self) -> [(&'static str, Option<String>); 11] {
+    pub fn values(&self) -> [(&'static str, Option<String>); 14] {
         // No `..`: a new key does not compile until it is listed here.
         let NumbersChange {
             optimizer: OptimizerChange { lr, clip },
-            schedule: ScheduleChange { warmup_steps, decay_steps, final_lr },
+            schedule,
             skip_step: SkipStepChange { window, sigma, non_finite },
             auto_clip: AutoClipChange { window: norms, percentile },
             dtype,
         } = self;
         let number = |value: &Option<f64>| value.map(float);
         let count = |value: &Option<u64>| value.map(|value| value.to_string());
+        let [kind, warmup, stable, decay, shape, last] = schedule.values();
         [
             ("optimizer.lr", number(lr)),
             ("optimizer.clip", number(clip)),
-            ("schedule.warmup_steps", count(warmup_steps)),
-            ("schedule.decay_steps", count(decay_steps)),
-            ("schedule.final_lr", number(final_lr)),
+            kind,
+            warmup,
+            stable,
+            decay,
+            shape,
+            last,
             ("skip_step.window", count(window)),
             ("skip_step.sigma", number(sigma)),
             ("skip_step.non_finite", non_finite.map(|rule| quoted(rule.name()))),

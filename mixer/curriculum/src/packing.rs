@@ -6,9 +6,13 @@ use contract::Result;
 use contract::ratio::gcd;
 use schemars::JsonSchema;
 use serde::Deserialize;
+use settings::{File, Spanned, Value};
 
+use super::buckets::{BucketCurve, BucketCurveText, Buckets, BucketsText};
+use super::objective::{FimText, MaskText, loss_weight};
 use super::places::KeySpans;
 use super::text::inline;
+use super::weights::Weight;
 use super::{SourceSpec, WEIGHT_MAX};
 
 /// Default maximum of documents in a pack.
@@ -37,7 +41,7 @@ pub struct Packing {
 #[schemars(rename = "Source")]
 pub(super) struct SourceText {
     /// How often the source may be read in the whole run; a run that needs more is refused before it starts.
-    #[schemars(extend("default" = 1, "digest" = "- (it only refuses)"))]
+    #[schemars(extend("default" = 1, "digest" = "- (it only refuses, except in a mix that reacts)"))]
     max_epochs: Option<u64>,
     /// How documents become sequences.
     #[schemars(extend("default" = "concatenate", "digest" = "plan, run (where not `\"concatenate\"`)"))]
@@ -49,6 +53,22 @@ pub(super) struct SourceText {
     /// Documents in a sequence, at most.
     #[schemars(extend("default" = DOCUMENTS, "digest" = "plan, run"))]
     pack_documents: Option<u32>,
+    /// Cuts the source into buckets by a column that its corpus keeps. Each is a source `"NAME/BUCKET"`.
+    #[schemars(extend("digest" = "plan, run"))]
+    buckets: Option<BucketsText>,
+    /// How a mix that names the source is dealt over its buckets. Without it each is read as often.
+    #[schemars(extend("digest" = "plan, run"))]
+    curve: Option<BucketCurveText>,
+    /// Fill-in-the-middle: some pieces of text are rearranged, with three tokens that mark their parts.
+    #[schemars(extend("digest" = "plan, run"))]
+    fim: Option<FimText>,
+    /// Labels that are left out, by a hash of the tokens before them (goldfish loss).
+    #[schemars(extend("digest" = "plan, run"))]
+    mask: Option<MaskText>,
+    /// What the loss of each label is multiplied by, from a millionth to a million, taken exactly. How often text is
+    /// read stays with the mix.
+    #[schemars(with = "Option<Weight>", extend("default" = 1, "digest" = "plan, run (where not 1)"))]
+    loss_weight: Option<Spanned<Value>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
@@ -62,11 +82,34 @@ enum PackingText {
 
 impl SourceText {
     /// The settings of source `name`.
-    pub(super) fn spec(self, name: &str, places: &KeySpans) -> Result<SourceSpec> {
-        let SourceText { max_epochs, packing, lengths, pack_documents } = self;
+    pub(super) fn spec(self, name: &str, file: &File, places: &KeySpans) -> Result<SourceSpec> {
+        let SourceText {
+            max_epochs,
+            packing,
+            lengths,
+            pack_documents,
+            buckets,
+            curve,
+            fim,
+            mask,
+            loss_weight: weight,
+        } = self;
+        let buckets = cut(name, buckets, curve, file, places)?;
         let key = |key: &str| format!("source.{name}.{key}");
-        let max_epochs = max_epochs.unwrap_or(SourceSpec::default().max_epochs);
-        if max_epochs == 0 {
+        let fim = fim.map(|fim| fim.read(&key("fim"), file, places)).transpose()?;
+        let mask = mask.map(|mask| mask.read(&key("mask"), places)).transpose()?;
+        let loss_weight = weight.map(|weight| loss_weight(&weight, file)).transpose()?;
+        let cap = match buckets.as_ref().map(|buckets| &buckets.curve) {
+            Some(BucketCurve::Power(curve)) => Some(curve.cap),
+            _ => None,
+        };
+        if cap.is_some() && max_epochs.is_some() {
+            let what = "`cap` of the curve limits the epochs of this source";
+            let fault = places.fault(&key("max_epochs"), what);
+            return Err(fault.hint("leave `max_epochs` out"));
+        }
+        let max_epochs = cap.or(max_epochs);
+        if max_epochs == Some(0) {
             let fault = places.out_of_range(&key("max_epochs"));
             return Err(fault.wanted("a whole number of at least 1"));
         }
@@ -81,42 +124,72 @@ impl SourceText {
                     )
                     .hint("say packing = \"best-fit\" beside it, or leave it out"));
             }
-            return Ok(SourceSpec { max_epochs, packing: None });
+            return Ok(SourceSpec { max_epochs, packing: None, buckets, fim, mask, loss_weight });
         }
-        let wanted = "lengths = { 4096 = 3, 32768 = 1 }: each length of a sequence with its weight";
-        let Some(lengths) = lengths else {
-            return Err(places.missing(&format!("source.{name}"), "lengths", wanted));
-        };
-        let wrong = |what: String| places.fault(&key("lengths"), what).wanted(wanted);
-        let mut whole = BTreeMap::new();
-        for (length, weight) in lengths {
-            let tokens = length.parse::<u32>().ok().filter(|tokens| tokens.to_string() == length);
-            match tokens.filter(|tokens| *tokens > 0) {
-                None => return Err(wrong(format!("{length:?} is not a number of tokens"))),
-                Some(_) if weight == 0 => {
-                    let fault = wrong(format!("the weight of length {length} is not above zero"));
-                    return Err(fault.hint("leave a length out to pack no document at it"));
-                }
-                Some(tokens) if tokens > LENGTH_MAX => {
-                    let fault =
-                        places.fault(&key("lengths"), format!("length {length} is too long"));
-                    return Err(fault.wanted(format!("lengths of at most {LENGTH_MAX} tokens")));
-                }
-                Some(tokens) => whole.insert(tokens, weight),
-            };
-        }
-        let sum = whole.values().try_fold(0u64, |sum, weight| sum.checked_add(*weight));
-        if sum.is_none_or(|sum| sum == 0 || sum > WEIGHT_MAX) {
-            return Err(wrong("no length is declared, or their weights are too large".to_owned()));
-        }
-        let divisor = whole.values().fold(0, |divisor, weight| gcd(divisor, *weight));
-        whole.values_mut().for_each(|weight| *weight /= divisor);
-        let documents = pack_documents.unwrap_or(DOCUMENTS);
-        if documents == 0 {
-            return Err(places.out_of_range(&key("pack_documents")).wanted("at least 1"));
-        }
-        Ok(SourceSpec { max_epochs, packing: Some(Packing { lengths: whole, documents }) })
+        let packing = packed(name, lengths, pack_documents, places)?;
+        Ok(SourceSpec { max_epochs, packing: Some(packing), buckets, fim, mask, loss_weight })
     }
+}
+
+/// The buckets of source `name`, if it is cut.
+fn cut(
+    name: &str,
+    buckets: Option<BucketsText>,
+    curve: Option<BucketCurveText>,
+    file: &File,
+    places: &KeySpans,
+) -> Result<Option<Buckets>> {
+    match (buckets, curve) {
+        (Some(buckets), curve) => Ok(Some(buckets.read(name, curve, file, places)?)),
+        (None, None) => Ok(None),
+        (None, Some(_)) => {
+            let what = "`curve` is only asked for with `buckets`";
+            let fault = places.fault(&format!("source.{name}.curve"), what);
+            Err(fault.hint("say what cuts the source into buckets, or leave it out"))
+        }
+    }
+}
+
+/// How the documents of source `name` are packed.
+fn packed(
+    name: &str,
+    lengths: Option<BTreeMap<String, u64>>,
+    pack_documents: Option<u32>,
+    places: &KeySpans,
+) -> Result<Packing> {
+    let key = |key: &str| format!("source.{name}.{key}");
+    let wanted = "lengths = { 4096 = 3, 32768 = 1 }: each length of a sequence with its weight";
+    let Some(lengths) = lengths else {
+        return Err(places.missing(&format!("source.{name}"), "lengths", wanted));
+    };
+    let wrong = |what: String| places.fault(&key("lengths"), what).wanted(wanted);
+    let mut whole = BTreeMap::new();
+    for (length, weight) in lengths {
+        let tokens = length.parse::<u32>().ok().filter(|tokens| tokens.to_string() == length);
+        match tokens.filter(|tokens| *tokens > 0) {
+            None => return Err(wrong(format!("{length:?} is not a number of tokens"))),
+            Some(_) if weight == 0 => {
+                let fault = wrong(format!("the weight of length {length} is not above zero"));
+                return Err(fault.hint("leave a length out to pack no document at it"));
+            }
+            Some(tokens) if tokens > LENGTH_MAX => {
+                let fault = places.fault(&key("lengths"), format!("length {length} is too long"));
+                return Err(fault.wanted(format!("lengths of at most {LENGTH_MAX} tokens")));
+            }
+            Some(tokens) => whole.insert(tokens, weight),
+        };
+    }
+    let sum = whole.values().try_fold(0u64, |sum, weight| sum.checked_add(*weight));
+    if sum.is_none_or(|sum| sum == 0 || sum > WEIGHT_MAX) {
+        return Err(wrong("no length is declared, or their weights are too large".to_owned()));
+    }
+    let divisor = whole.values().fold(0, |divisor, weight| gcd(divisor, *weight));
+    whole.values_mut().for_each(|weight| *weight /= divisor);
+    let documents = pack_documents.unwrap_or(DOCUMENTS);
+    if documents == 0 {
+        return Err(places.out_of_range(&key("pack_documents")).wanted("at least 1"));
+    }
+    Ok(Packing { lengths: whole, documents })
 }
 
 impl Packing {

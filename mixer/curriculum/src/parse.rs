@@ -7,7 +7,6 @@ use contract::Result;
 use schemars::{JsonSchema, Schema, schema_for};
 use serde::Deserialize;
 use settings::{CURRICULUM, File, Spanned, Table, Value};
-use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};
 use super::batch::{BatchSizes, BatchText};
@@ -15,9 +14,10 @@ use super::mix::{Mix, MixText};
 use super::numbers::Hyperparameters;
 use super::packing::SourceText;
 use super::places::{KeySpans, check_numbers, check_windows};
+use super::rate::ScheduleOrigin;
 use super::{
-    AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
-    SkipStepSpec,
+    AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, PhaseSchedule,
+    RemainderRule, ScheduleChange, ScheduleSpec, SkipStepSpec,
 };
 
 /// The largest sample number times `seq_len`: far above any run, far below integer overflow.
@@ -57,7 +57,7 @@ struct CurriculumText {
     optimizer: OptimizerSpec,
     /// The learning rate's schedule.
     #[serde(default)]
-    schedule: ScheduleText,
+    schedule: ScheduleChange,
     /// Skip steps whose loss or gradient norm jumps; absent: no step is skipped.
     skip_step: Option<SkipStepSpec>,
     /// Clip gradients by the norms of recent steps; absent: only `optimizer.clip` clips.
@@ -116,33 +116,25 @@ struct PhaseText {
     #[schemars(extend("digest" = "plan, run (where not `\"join\"`)"))]
     remainder: RemainderRule,
     /// Sources and their weights: integers, decimals or `"3/10"`, taken exactly, above zero; only proportions count. Or
-    /// a ramp: `{ from = { ... }, to = { ... }, curve = "cosine" }`.
+    /// a ramp: `{ from = { ... }, to = { ... }, curve = "cosine" }`. Or a rule by which it reacts to the loss:
+    /// `{ rule = "learnability", start = { ... }, window = 200 }`.
     #[schemars(with = "MixText", extend("digest" = "plan, run"))]
     mix: Spanned<Table>,
     /// Keys of `[model]` that differ during this phase, such as `rope_theta`; no shapes, no `preset`.
     #[serde(default)]
     #[schemars(extend("digest" = "run"))]
     model: ModelTable,
+    /// Peak learning rate of the phase's own schedule; without it, the rate of the step before the phase.
+    #[schemars(extend("digest" = "run"))]
+    lr: Option<f64>,
+    /// A schedule that begins with the phase, in the keys of `[schedule]`. Its steps count from the phase's first, and
+    /// its warm-up leads from the rate of the step before. Without it and without `lr` the one before continues.
+    #[schemars(extend("digest" = "run"))]
+    schedule: Option<ScheduleChange>,
 }
 
 fn one() -> NonZeroU64 {
     NonZeroU64::MIN
-}
-
-/// The learning rate: `lr x s / warmup_steps` up to `warmup_steps`, then half a cosine, then `final_lr`.
-#[derive(Default, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-#[schemars(rename = "Schedule")]
-struct ScheduleText {
-    /// Steps of linear warm-up.
-    #[schemars(extend("default" = 0, "digest" = "run"))]
-    warmup_steps: u64,
-    /// Steps of cosine decay after warm-up, down to `final_lr`; 0 keeps `lr`.
-    #[schemars(extend("default" = 0, "digest" = "run"))]
-    decay_steps: u64,
-    /// The learning rate after decay; needed with `decay_steps`.
-    #[schemars(extend("digest" = "run"))]
-    final_lr: Option<f64>,
 }
 
 /// The JSON Schema of a curriculum. The keys of `[model]` belong to the trainer: `ztrain schema` adds them.
@@ -155,7 +147,6 @@ impl Curriculum {
     pub fn parse(text: &str, name: &str) -> Result<Curriculum> {
         let file = File::new(name, text);
         file.check_kind(CURRICULUM)?;
-        renamed(&file)?;
         let raw: CurriculumText = file.parse()?;
         let places = KeySpans::of(&file);
         raw.model.check(&places, "model")?;
@@ -163,20 +154,27 @@ impl Curriculum {
         check_optimizer(&places, &raw.optimizer)?;
         check_windows(&places, "", raw.skip_step, raw.auto_clip)?;
         let source = |(name, text): (String, SourceText)| {
-            let spec = text.spec(&name, &places)?;
+            let spec = text.spec(&name, &file, &places)?;
             Ok((name, spec))
         };
         let sources = raw.source.into_iter().map(source).collect::<Result<_>>()?;
+        let sources = super::buckets::checked(sources, &places)?;
         if let Some(init_from) =
             raw.init_from.as_ref().filter(|init_from| init_from.get_ref().is_empty())
         {
             return Err(file.wrong("init_from", init_from, "a path, or no such key"));
         }
-        let schedule = schedule(&places, raw.schedule, &raw.optimizer)?;
+        let schedule = raw.schedule.apply(&places, "schedule", ScheduleSpec::default())?;
+        if let Some(PhaseSchedule { .. }) = phases[0].schedule {
+            let key = format!("phase.{}.schedule", phases[0].name);
+            let fault = places.fault(&key, "the first phase begins a schedule of its own");
+            return Err(fault.wanted("`[optimizer] lr` and `[schedule]`, which begin with the run"));
+        }
         let dtype = raw.dtype.unwrap_or(Dtype::F32);
         let numbers = Hyperparameters {
             optimizer: raw.optimizer.clone(),
-            schedule: schedule.clone(),
+            schedule,
+            origin: ScheduleOrigin::default(),
             skip_step: raw.skip_step,
             auto_clip: raw.auto_clip,
             dtype,
@@ -186,7 +184,7 @@ impl Curriculum {
             init_from: raw.init_from.map(Spanned::into_inner),
             seed: raw.seed,
             dtype,
-            amendments: amendments(&file, &places, &phases, numbers, raw.amendment)?,
+            amendments: amendments(&file, &places, &phases, (numbers, 0), raw.amendment)?,
             phases,
             sources,
             model: raw.model,
@@ -216,26 +214,12 @@ impl Curriculum {
         // The numbers in force before the first of them.
         let first = raw.amendment.iter().map(AmendmentText::step).min().unwrap_or(1);
         let numbers = self.numbers_at(first);
-        let found = amendments(&file, &places, &self.phases, numbers, raw.amendment)?;
+        let found = amendments(&file, &places, &self.phases, (numbers, first), raw.amendment)?;
         if found.is_empty() {
             let fault = places.fault("", "the file has no [[amendment]]");
             return Err(fault.wanted("at least one, as `zdata amend` writes them"));
         }
         Ok(found)
-    }
-}
-
-/// Refuses a key that has been renamed since an earlier version.
-fn renamed(file: &File) -> Result<()> {
-    let root = DeTable::parse_recoverable(file.text()).0.into_inner();
-    let phases = root.get("phase").and_then(|phases| phases.get_ref().as_array());
-    let tables = phases.into_iter().flat_map(|all| all.iter());
-    let mut tables = tables.filter_map(|phase| phase.get_ref().as_table());
-    match tables.find_map(|table| table.get_key_value("leaf")) {
-        None => Ok(()),
-        Some((key, _)) => Err(file
-            .fault(key, "`leaf` is called `micro_batch`")
-            .hint("rename the key: its value means what it meant")),
     }
 }
 
@@ -311,6 +295,7 @@ fn phase(file: &File, places: &KeySpans, raw: PhaseText) -> Result<Phase> {
         weight_shards: raw.weight_shards.get(),
         remainder: raw.remainder,
         mix: Mix::read(file, places, &key("mix"), &raw.mix)?,
+        schedule: PhaseSchedule::read(places, &path, raw.lr, raw.schedule)?,
         model: raw.model,
         name: raw.name,
     };
@@ -341,9 +326,21 @@ fn steps(places: &KeySpans, path: &str, raw: &PhaseText, batch: &BatchSizes) -> 
 }
 
 fn check_optimizer(places: &KeySpans, optimizer: &OptimizerSpec) -> Result<()> {
-    let OptimizerSpec { kind: _, lr, betas, eps, momentum, newton_schulz: _, weight_decay, clip } =
-        *optimizer;
+    let OptimizerSpec { lr, betas, eps, momentum, weight_decay, clip, .. } = *optimizer;
     let ([first, second], all) = (betas, f64::INFINITY);
+    for (number, group) in (1..).zip(&optimizer.groups) {
+        let key = |name: &str| format!("optimizer.group.{number}.{name}");
+        let (scale, decay) = (key("lr_scale"), key("weight_decay"));
+        let numbers = [
+            (scale.as_str(), group.lr_scale, all),
+            (decay.as_str(), group.weight_decay.unwrap_or(0.0), all),
+        ];
+        check_numbers(places, &numbers)?;
+        if group.weight_decay.is_none() && group.lr_scale == 1.0 {
+            let what = "the group has neither `lr_scale` nor `weight_decay`";
+            return Err(places.fault(&key("params"), what));
+        }
+    }
     // A weight that never had a gradient would be divided by epsilon alone.
     if eps as f32 == 0.0 {
         return Err(places.out_of_range("optimizer.eps").wanted("a number above 0, also in f32"));
@@ -360,29 +357,4 @@ fn check_optimizer(places: &KeySpans, optimizer: &OptimizerSpec) -> Result<()> {
             ("optimizer.clip", clip, all),
         ],
     )
-}
-
-fn schedule(
-    places: &KeySpans,
-    ScheduleText { warmup_steps, decay_steps, final_lr }: ScheduleText,
-    optimizer: &OptimizerSpec,
-) -> Result<ScheduleSpec> {
-    if let Some(final_lr) = final_lr {
-        check_numbers(places, &[("schedule.final_lr", final_lr, f64::INFINITY)])?;
-    }
-    match (final_lr, decay_steps) {
-        (None, 1..) => {
-            let wanted = "the learning rate that `decay_steps` leads to";
-            Err(places.missing("schedule", "final_lr", wanted))
-        }
-        (Some(_), 0) => {
-            let what = "`final_lr` is never reached: `decay_steps` is missing or 0";
-            let fault = places.fault("schedule.final_lr", what);
-            Err(fault.hint("set `decay_steps`, or leave both out"))
-        }
-        _ => {
-            let final_lr = final_lr.unwrap_or(optimizer.lr);
-            Ok(ScheduleSpec { warmup_steps, decay_steps, final_lr })
-        }
-    }
 }

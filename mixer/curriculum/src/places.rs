@@ -9,7 +9,8 @@ use toml::de::{DeTable, DeValue};
 
 use super::{AutoClipSpec, SkipStepSpec};
 
-/// The spans of keys and values by path; a table in a list is identified by its `name`, else by its number from 1.
+/// The spans of keys and values by path; a table in a list is identified by its `name`, else by its number from 1. A
+/// name may look like the path of a key: the path then leads to the key, whose value is read as typed.
 #[derive(Clone, Debug)]
 pub(super) struct KeySpans {
     file: File,
@@ -27,11 +28,17 @@ impl KeySpans {
     fn walk(&mut self, above: &str, table: &DeTable) {
         for (key, value) in table {
             let path = if above.is_empty() { key.to_string() } else { format!("{above}.{key}") };
-            self.spans.insert(path.clone(), [key.span(), value.span()]);
+            let spans = [key.span(), value.span()];
             match value.get_ref() {
-                DeValue::Table(inner) => self.walk(&path, inner),
-                DeValue::Array(list) => self.walk_list(&path, list.iter()),
-                _ => (),
+                DeValue::Table(inner) => {
+                    self.spans.entry(path.clone()).or_insert(spans);
+                    self.walk(&path, inner);
+                }
+                DeValue::Array(list) => {
+                    self.spans.insert(path.clone(), spans);
+                    self.walk_list(&path, list.iter());
+                }
+                _ => _ = self.spans.insert(path, spans),
             }
         }
     }
@@ -42,7 +49,7 @@ impl KeySpans {
             let name = table.get("name").and_then(|name| name.get_ref().as_str());
             let path =
                 format!("{above}.{}", name.map_or_else(|| number.to_string(), str::to_owned));
-            self.spans.insert(path.clone(), [value.span(), value.span()]);
+            self.spans.entry(path.clone()).or_insert([value.span(), value.span()]);
             self.walk(&path, table);
         }
     }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use mixer::{Curriculum, DataPlan, Mix, store_stub};
+use mixer::{Curriculum, DataPlan, Mix, SourceFacts, store_stub};
 
 fn plan(name: &str) -> (Curriculum, DataPlan) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula");
@@ -51,7 +51,7 @@ fn the_recipe_says_what_is_published() {
         curriculum.schedule.warmup_steps + curriculum.schedule.decay_steps,
         plan.phases()[0].steps
     );
-    assert_eq!((curriculum.optimizer.lr, curriculum.schedule.final_lr), (6e-4, 2e-4));
+    assert_eq!((curriculum.optimizer.lr, curriculum.schedule.final_lr), (6e-4, Some(2e-4)));
     let theta = |phase| curriculum.model_at(phase).0["rope_theta"].as_float();
     assert_eq!([theta(0), theta(1), theta(2)], [Some(1e4), Some(1e4), Some(1e6)]);
     let Mix::Constant(mix) = &curriculum.phases[2].mix else { panic!("a ramp") };
@@ -87,4 +87,73 @@ fn a_stub_stands_in_for_a_store() {
         let told = store_stub(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
         assert!(told.contains(word), "{told}");
     }
+}
+
+/// Facts of a source; `selection` marks a bucket of another one.
+fn facts(name: &str, tokens: u64) -> SourceFacts {
+    SourceFacts { name: name.to_owned(), tokens, documents: 1_000, unit: 131_072, selection: None }
+}
+
+/// The curriculum of a block of the cookbook: keys of a phase or whole tables, and what the block leaves out.
+fn recipe(block: &str) -> toml::Table {
+    let mut found: toml::Table = toml::from_str(block).unwrap();
+    let is_whole = block.lines().any(|line| line.starts_with('['));
+    let phase = if is_whole { toml::Table::new() } else { std::mem::take(&mut found) };
+    let phases = found.remove("phase").unwrap_or_else(|| vec![phase].into());
+    let mixed = found.get("source").and_then(|sources| sources.as_table());
+    let mixed: toml::Table = match mixed {
+        Some(sources) => sources.keys().map(|name| (name.clone(), 1.into())).collect(),
+        None => toml::from_str("web = 1\ncode = 1").unwrap(),
+    };
+    let complete = |(number, phase): (usize, &toml::Value)| {
+        let mut whole: toml::Table =
+            toml::from_str("steps = 4000\nseq_len = 512\nbatch = 8").unwrap();
+        whole.insert("name".to_owned(), format!("phase {number}").into());
+        whole.insert("mix".to_owned(), mixed.clone().into());
+        whole.extend(phase.as_table().unwrap().clone());
+        toml::Value::from(whole)
+    };
+    let phases: Vec<_> = phases.as_array().unwrap().iter().enumerate().map(complete).collect();
+    // A schedule of a phase follows one that begins with the run.
+    let before = complete((phases.len(), &toml::Table::new().into()));
+    let first = phases[0].get("schedule").map(|_| before);
+    found.insert("phase".to_owned(), first.into_iter().chain(phases).collect::<Vec<_>>().into());
+    found.entry("store").or_insert_with(|| "store".into());
+    found
+}
+
+/// Every block of the cookbook is a part of a curriculum that plans.
+#[test]
+fn every_recipe_of_the_cookbook_plans() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula");
+    let page = std::fs::read_to_string(folder.join("README.md")).unwrap();
+    let blocks: Vec<&str> =
+        page.split("```toml\n").skip(1).map(|block| block.split("```").next().unwrap()).collect();
+    assert!(blocks.len() >= 12, "{}", blocks.len());
+    let mut planned = 0;
+    for block in blocks {
+        if block.starts_with("[[source]]") {
+            assert_eq!(store_stub(block, "stub.toml").unwrap().unwrap().len(), 1);
+            continue;
+        }
+        let text = toml::to_string(&recipe(block)).unwrap();
+        let curriculum = Curriculum::parse(&text, "recipe.toml")
+            .unwrap_or_else(|fault| panic!("{fault} in\n{text}"));
+        assert_eq!(
+            Curriculum::parse(&curriculum.canonical(), "c").unwrap().canonical(),
+            curriculum.canonical()
+        );
+        // Packs and special tokens need a store.
+        if block.contains("packing") || block.contains("fim") {
+            continue;
+        }
+        let names = ["web", "code", "math", "articles", "notes", "instruction"].map(str::to_owned);
+        let buckets = (0..4).map(|number| format!("web/{number}"));
+        let all: Vec<_> =
+            names.into_iter().chain(buckets).map(|name| facts(&name, 1 << 40)).collect();
+        let plan = DataPlan::new(&curriculum, &all);
+        planned += 1;
+        assert!(plan.unwrap_or_else(|fault| panic!("{fault} in\n{text}")).steps() >= 40);
+    }
+    assert!(planned >= 10, "{planned}");
 }

@@ -4,18 +4,24 @@
 use mixer::Curriculum;
 use proptest::prelude::*;
 
+const KINDS: [&str; 5] = ["cosine", "linear", "wsd", "inverse-sqrt", "constant"];
 const SOURCES: [&str; 3] = ["a", "b", "c"];
 
 /// A curriculum of two phases, in numbers.
 #[derive(Clone, Debug)]
 struct Drawn {
+    /// Index into `KINDS`.
+    kind: usize,
     warmup: u64,
+    stable: u64,
     decay: u64,
     last: u64,
     /// By source: 0 if its documents are concatenated, else the weight of the longer of two lengths.
     packings: [u64; 3],
     /// Steps, and each source's weight.
     phases: [(u64, [u64; 3]); 2],
+    /// The second phase's own schedule: its `lr` if any, its warm-up and its decay.
+    chained: Option<(Option<u64>, u64, u64)>,
     amendments: Vec<Amended>,
 }
 
@@ -24,6 +30,7 @@ enum Amended {
     Mix(u64, [u64; 3]),
     Warmup(u64, u64),
     Decay(u64, u64, u64),
+    Kind(u64, usize),
     Skip(u64),
 }
 
@@ -31,7 +38,7 @@ impl Amended {
     fn step(&self) -> u64 {
         match self {
             Amended::Mix(step, _) | Amended::Warmup(step, _) | Amended::Decay(step, ..) => *step,
-            Amended::Skip(step) => *step,
+            Amended::Kind(step, _) | Amended::Skip(step) => *step,
         }
     }
 }
@@ -59,13 +66,26 @@ impl Drawn {
                 "[source.{source}]\npacking = \"best-fit\"\nlengths = {{ 64 = 1, 128 = {weight} }}\n"
             );
         }
-        let schedule = decay(self.decay, self.last).replace(", ", "\n");
-        text += &format!("[schedule]\nwarmup_steps = {}\n{schedule}\n", self.warmup);
+        let kind = KINDS[self.kind];
+        text += &format!("[schedule]\nkind = {kind:?}\nwarmup_steps = {}\n", self.warmup);
+        text += &match kind {
+            "constant" => String::new(),
+            "inverse-sqrt" => format!("final_lr = {}e-4\n", self.last),
+            _ => decay(self.decay, self.last).replace(", ", "\n") + "\n",
+        };
+        if kind == "wsd" {
+            text += &format!("stable_steps = {}\n", self.stable);
+        }
         for (name, (steps, weights)) in ["one", "two"].iter().zip(&self.phases) {
             let mix = mix(weights);
             text += &format!(
                 "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 64\nbatch = 2\n{mix}"
             );
+        }
+        if let Some((lr, warmup, steps)) = self.chained {
+            text += &lr.map_or_else(String::new, |lr| format!("lr = {lr}e-4\n"));
+            let decay = decay(steps, 1);
+            text += &format!("schedule = {{ warmup_steps = {warmup}, {decay} }}\n");
         }
         let mut amendments = self.amendments.clone();
         amendments.sort_by_key(Amended::step);
@@ -77,6 +97,7 @@ impl Drawn {
                 Amended::Decay(_, steps, last) => {
                     format!("schedule = {{ {} }}\n", decay(*steps, *last))
                 }
+                Amended::Kind(_, kind) => format!("schedule = {{ kind = {:?} }}\n", KINDS[*kind]),
                 Amended::Skip(_) => "skip = true\n".to_owned(),
             };
         }
@@ -93,13 +114,24 @@ fn follows_from(curriculum: &Curriculum, step: u64) -> Option<String> {
     })?;
     let numbers = curriculum.numbers_at(step);
     let schedule = &numbers.schedule;
-    let rate = match (step < schedule.warmup_steps, schedule.decay_steps) {
-        (true, _) => format!("{step} of {}", schedule.warmup_steps),
-        (_, 0) => "the peak".to_owned(),
-        (_, decay) => {
-            format!("{} of {decay} to {}", step - schedule.warmup_steps, schedule.final_lr)
+    let (since, warmup) = (step - numbers.origin.after, schedule.warmup_steps);
+    let decays = |begin: u64, shape: &str| match (schedule.decay_steps, since < begin) {
+        (0, _) | (_, true) => "the peak".to_owned(),
+        (steps, _) if since >= begin + steps => format!("{:?}", schedule.final_lr),
+        (steps, _) => {
+            format!("{} of {steps} to {:?} by {shape}", since - begin, schedule.final_lr)
         }
     };
+    let rate = match schedule.kind.name() {
+        _ if since < warmup => format!("{since} of {warmup} from {}", numbers.origin.rate),
+        "constant" => "the peak".to_owned(),
+        "inverse-sqrt" => {
+            format!("root of {warmup} of {since} above {}", schedule.final_lr.unwrap_or_default())
+        }
+        "wsd" => decays(warmup + schedule.stable_steps, "linear"),
+        shape => decays(warmup, shape),
+    };
+    let rate = format!("{rate} from {}", numbers.optimizer.lr);
     let packings = segment.spec.mix.sources().into_iter().map(|source| curriculum.packing(source));
     let skipped = curriculum.amendments.iter().any(|one| one.step == step && one.skip);
     Some(format!(
@@ -131,6 +163,7 @@ fn amended() -> impl Strategy<Value = Amended> {
         (step(), 0u64..9).prop_map(|(step, steps)| Amended::Warmup(step, steps)),
         (step(), 0u64..4, 1u64..3)
             .prop_map(|(step, steps, last)| Amended::Decay(step, steps, last)),
+        (step(), 0..KINDS.len()).prop_map(|(step, kind)| Amended::Kind(step, kind)),
         step().prop_map(Amended::Skip),
     ]
 }
@@ -138,13 +171,18 @@ fn amended() -> impl Strategy<Value = Amended> {
 fn drawn() -> impl Strategy<Value = Drawn> {
     let phases = [(3u64..8, weights()), (1u64..8, weights())];
     let amendments = prop::collection::vec(amended(), 0..4);
-    (0u64..12, 0u64..4, 1u64..3, [0u64..3, 0..3, 0..3], phases, amendments).prop_map(
-        |(warmup, decay, last, packings, phases, amendments)| Drawn {
+    let schedule = (0..KINDS.len(), 0u64..12, 0u64..4, 0u64..4, 1u64..3);
+    let chained = prop::option::of((prop::option::of(1u64..4), 0u64..4, 0u64..4));
+    (schedule, [0u64..3, 0..3, 0..3], phases, chained, amendments).prop_map(
+        |((kind, warmup, stable, decay, last), packings, phases, chained, amendments)| Drawn {
+            kind,
             warmup,
+            stable,
             decay,
             last,
             packings,
             phases,
+            chained,
             amendments,
         },
     )
@@ -155,7 +193,7 @@ fn with(one: &Drawn, other: &Drawn, places: u32) -> Drawn {
     let mut edited = one.clone();
     let taken = |place: u32| places >> place & 1 == 1;
     if taken(0) {
-        edited.warmup = other.warmup;
+        edited.kind = other.kind;
     }
     if taken(1) {
         edited.decay = other.decay;
@@ -163,20 +201,29 @@ fn with(one: &Drawn, other: &Drawn, places: u32) -> Drawn {
     if taken(2) {
         edited.last = other.last;
     }
+    if taken(3) {
+        edited.warmup = other.warmup;
+    }
+    if taken(4) {
+        edited.stable = other.stable;
+    }
     for place in 0..3 {
-        if taken(3 + place) {
+        if taken(5 + place) {
             edited.packings[place as usize] = other.packings[place as usize];
         }
     }
     for place in 0..2 {
-        if taken(6 + place) {
+        if taken(8 + place) {
             edited.phases[place as usize] = other.phases[place as usize];
         }
     }
-    if taken(8) {
+    if taken(10) {
+        edited.chained = other.chained;
+    }
+    if taken(11) {
         edited.amendments.clone_from(&other.amendments);
     }
-    if taken(9) {
+    if taken(12) {
         edited.amendments.extend(other.amendments.first().cloned());
     }
     edited
@@ -196,7 +243,7 @@ proptest! {
 
     /// An edit is not refused because of steps that it does not affect: one key, whose effect amendments may hide.
     #[test]
-    fn the_first_step_of_one_edit_is_told_exactly(one in drawn(), other in drawn(), place in 1u32..6) {
+    fn the_first_step_of_one_edit_is_told_exactly(one in drawn(), other in drawn(), place in 0u32..8) {
         let edited = with(&one, &other, 1 << place);
         if let (Some(one), Some(edited)) = (one.curriculum(), edited.curriculum()) {
             prop_assert_eq!(told(&one, &edited), first_other(&one, &edited));

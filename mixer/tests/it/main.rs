@@ -2,12 +2,16 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 
+mod buckets;
 mod curricula;
 mod curriculum;
 mod edits;
+mod groups;
 mod mixing;
 mod naive;
 mod oracle;
 mod ramp_keys;
 mod ramps;
+mod reacting;
+mod schedules;
 mod shuffle;

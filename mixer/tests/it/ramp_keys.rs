@@ -56,6 +56,22 @@ fn ramps_arrive_and_keep_their_meaning() {
     assert!(alone.canonical().contains("mix = { code = 1 }"), "{}", alone.canonical());
 }
 
+/// The path to a weight of one phase may be the name of another, in either order.
+#[test]
+fn phases_may_have_names_like_paths() {
+    let phase = |name: &str, mix: &str| {
+        format!("[[phase]]\nname = \"{name}\"\nseq_len = 64\nbatch = 8\nsteps = 4\nmix = {mix}\n")
+    };
+    let ramp = phase("a", "{ from = { web = 0.10, math = 1 }, to = { web = 2, math = 1 } }");
+    let named = phase("a.mix.from.web", "{ web = 1 }");
+    for phases in [[&ramp, &named], [&named, &ramp]] {
+        let read = parse(&format!("store = \"s\"\n{}{}", phases[0], phases[1]));
+        let alone = parse(&format!("store = \"s\"\n{ramp}"));
+        let read = read.phases.iter().find(|phase| phase.name == "a").unwrap();
+        assert_eq!(read.mix.weights(), alone.phases[0].mix.weights());
+    }
+}
+
 #[test]
 fn mistakes_in_ramps_are_named() {
     let cases: &[(&str, &[&str])] = &[

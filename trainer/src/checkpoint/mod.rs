@@ -131,7 +131,7 @@ pub struct UsableCheckpoint<T> {
 }
 
 impl Checkpoints {
-    /// The checkpoints at `place`: a folder, which need not exist, or `s3://bucket/key`.
+    /// The checkpoints at `place`: a folder, which need not exist, or a place in a bucket.
     pub fn new(place: impl Into<Location>) -> Self {
         Checkpoints { medium: Arc::from(medium::at(place.into())) }
     }

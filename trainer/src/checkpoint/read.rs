@@ -95,7 +95,7 @@ impl<'a> CheckpointReader<'a> {
     pub(crate) fn of_run(&self, chain: Option<Digest>) -> Result<()> {
         match chain == Some(self.manifest.chain) {
             true => Ok(()),
-            false => Err(Fault::data("this checkpoint does not belong to the ledger beside it")
+            false => Err(Fault::data("this checkpoint does not belong to the ledger of its run")
                 .at(self.location().to_string())),
         }
     }

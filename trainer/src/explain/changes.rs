@@ -133,16 +133,20 @@ pub(super) fn changes(
                 what: format!("step {step} was {}", reason.words()),
             });
         }
-        let amended = spec.curriculum.amendments.iter().any(|one| one.step == pair[1].step);
+        let amended =
+            spec.curriculum.amendments.iter().any(|amendment| amendment.step == pair[1].step);
         if pair[1].edited && !amended {
             let (kind, step) = (RunChangeKind::Amendment, pair[1].step);
             let what = format!("an edit of the curriculum came into force at step {step}");
             found.push(RunChange { kind, step, what });
         }
     }
-    let mut numbers = spec.curriculum.numbers_at(0);
+    let (mut numbers, mut last) = (spec.curriculum.numbers_at(0), 0);
     for amendment in &spec.curriculum.amendments {
-        let (at, before) = (amendment.step, numbers.clone());
+        let at = amendment.step;
+        numbers.advance(&spec.curriculum.phases, last..at);
+        last = at;
+        let before = numbers.clone();
         numbers.change(&amendment.numbers);
         if (first + 1..=step).contains(&at) {
             let description = amended(amendment, &before.changed(&numbers));
@@ -151,7 +155,7 @@ pub(super) fn changes(
         }
     }
     let machines = machines(folder)?;
-    found.extend(machines.into_iter().filter(|one| (first + 1..=step).contains(&one.step)));
+    found.extend(machines.into_iter().filter(|change| (first + 1..=step).contains(&change.step)));
     found.sort_by_key(|change| (change.step, change.kind));
     Ok(found)
 }
@@ -179,7 +183,7 @@ fn amended(amendment: &Amendment, changed: &[ChangedHyperparameter]) -> String {
             let mix = weights.iter().map(|(source, weight)| format!("{source} {weight}"));
             format!("mix {}", mix.collect::<Vec<_>>().join(", "))
         }
-        Mix::Ramp { .. } => format!("mix {}", mix.text()),
+        Mix::Ramp { .. } | Mix::Reacting(_) => format!("mix {}", mix.text()),
     }));
     parts.extend(ban.iter().map(|(source, documents)| {
         format!("{} of {source} banned", counted(documents.len(), "document"))
@@ -244,6 +248,11 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<RunChange>> 
         let what = format!("at step {step} phase {:?} brings other numbers of [model]", new.name);
         found.push(RunChange { kind: RunChangeKind::Phase, step, what });
     }
+    let [before, now] = [before, step].map(|at| spec.curriculum.numbers_at(at).origin);
+    if now != before {
+        let what = format!("at step {step} phase {:?} begins a schedule of its own", new.name);
+        found.push(RunChange { kind: RunChangeKind::Phase, step, what });
+    }
     if shape(old) != shape(new) {
         let what = format!("from step {step} on {}, before {}", shape(new), shape(old));
         found.push(RunChange { kind: RunChangeKind::Phase, step, what });
@@ -256,10 +265,10 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<RunChange>> 
     moved.sort_by(|a, b| (b.2 - b.1).abs().total_cmp(&(a.2 - a.1).abs()));
     if !moved.is_empty() {
         let percent = |share: f64| format!("{:.0} %", 100.0 * share);
-        let one = |(name, was, is): &(&str, f64, f64)| {
+        let described = |(name, was, is): &(&str, f64, f64)| {
             format!("{name} {} to {}", percent(*was), percent(*is))
         };
-        let words: Vec<String> = moved.iter().map(one).collect();
+        let words: Vec<String> = moved.iter().map(described).collect();
         let what = format!("the mixture changed at step {step}: {}", words.join(", "));
         found.push(RunChange { kind: RunChangeKind::Mixture, step, what });
     }
@@ -385,15 +394,20 @@ mod tests {
         for (key, _) in NumbersChange::default().values() {
             let value = match key {
                 "skip_step.non_finite" => "\"skip\"",
+                "schedule.kind" => "\"linear\"",
+                "schedule.decay_shape" => "\"sqrt\"",
                 "dtype" => "\"bf16\"",
                 "optimizer.lr" | "optimizer.clip" | "schedule.final_lr" | "skip_step.sigma" => {
                     "0.125"
                 }
                 _ => "33",
             };
-            let told = told(&format!("[[amendment]]\nstep = 7\n{key} = {value}\n"));
+            // Two keys belong to one kind of schedule.
+            let wsd = ["schedule.stable_steps", "schedule.decay_shape"].contains(&key);
+            let kind = if wsd { "schedule.kind = \"wsd\"\n" } else { "" };
+            let told = told(&format!("[[amendment]]\nstep = 7\n{kind}{key} = {value}\n"));
             let value = value.trim_matches('"');
-            assert!(told.starts_with(&format!("{key} {value}, before ")), "{key}: {told:?}");
+            assert!(told.contains(&format!("{key} {value}, before ")), "{key}: {told:?}");
         }
         let twice = told(
             "[[amendment]]\nstep = 7\nskip_step = { sigma = 4 }\n[[amendment]]\nstep = 9\nskip_step = { sigma = 5 }\n",

@@ -1,7 +1,7 @@
 //! The documents of a step, each with its share of the loss and of the gradient.
 //!
 //! ```text
-//! g_d      gradient of (sum of token losses of document d) / D, D the labels of the step
+//! g_d      gradient of (sum of weighted token losses of document d) / D, D the labels of the step
 //! G        the step's gradient, which is the sum of all g_d
 //! share    <g_d, G> / |G|^2: what d has in the step's gradient; over all documents they add up to 1
 //! excess   loss of d, minus what as many labels of its source cost in the steps before
@@ -113,6 +113,7 @@ struct Isolated {
     positions: Vec<i32>,
     mask: Vec<u8>,
     boundaries: Vec<Vec<u32>>,
+    weights: Vec<f32>,
     seq_len: usize,
 }
 
@@ -138,6 +139,7 @@ impl Isolated {
             positions: Vec::new(),
             mask: Vec::new(),
             boundaries: Vec::new(),
+            weights: Vec::new(),
             seq_len,
         };
         for (place, span) in places.iter().zip(spans) {
@@ -165,6 +167,7 @@ impl Isolated {
             boundaries.push(span.len() as u32);
         }
         self.boundaries.push(boundaries);
+        self.weights.extend(batch.weights.get(row));
         self.positions.extend((0..).take(padding.len()));
         for column in [&mut self.tokens, &mut self.labels] {
             column.resize(whole, 0);
@@ -173,9 +176,9 @@ impl Isolated {
     }
 
     fn input(&self) -> MicroBatchInput<'_> {
-        let Isolated { tokens, labels, positions, mask, boundaries, seq_len } = self;
-        let rows = boundaries.len();
-        MicroBatchInput { tokens, labels, positions, mask, boundaries, rows, seq_len: *seq_len }
+        let Isolated { tokens, labels, positions, mask, boundaries, weights, seq_len } = self;
+        let (rows, seq_len) = (boundaries.len(), *seq_len);
+        MicroBatchInput { tokens, labels, positions, mask, boundaries, weights, rows, seq_len }
     }
 }
 

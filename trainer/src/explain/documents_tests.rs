@@ -64,6 +64,7 @@ impl Rows {
             positions,
             mask,
             boundaries,
+            weights: &[],
             rows: boundaries.len(),
             seq_len: WIDTH,
         }
@@ -79,6 +80,7 @@ impl Rows {
                     row: row as u64,
                     columns: *start..end,
                     first_token: 0,
+                    infill: None,
                 }]);
             }
         }
@@ -148,7 +150,7 @@ proptest! {
     ) {
         let document = |id: String, loss: f64| DocumentLoss {
             source: "web".into(), id, file: String::new(), row: 0, group: None, bytes: None, kept: BTreeMap::new(),
-            sequences: Vec::new(), places: Vec::new(), tokens: 10, labels: 10, loss: 10.0 * loss, mean: loss,
+            sequences: Vec::new(), places: Vec::new(), loss_weight: None, tokens: 10, labels: 10, loss: 10.0 * loss, mean: loss,
         };
         let mut documents: Vec<DocumentLoss> =
             losses.iter().enumerate().map(|(index, loss)| document(index.to_string(), *loss)).collect();

@@ -159,9 +159,9 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     let ranked = documents::rank(replayed.documents, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
     let decoder = Decoder::of(spec)?;
-    let worst = named
-        .iter()
-        .map(|one| tokens::worst(batch, &one.document, &kept.token_losses, tokens, &decoder));
+    let worst = named.iter().map(|evidence| {
+        tokens::worst(batch, &evidence.document, &kept.token_losses, tokens, &decoder)
+    });
     let worst = worst.collect::<Result<Vec<_>>>()?;
     let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
     let without = RemovalReplay { replayer, before: &before, batch, next: next.as_ref() };
@@ -263,9 +263,11 @@ impl Explanation {
 fn next_commands(found: &Explanation, replayer: &Replayer) -> Vec<String> {
     let count = found.culprits();
     // Ids by file and row are unique only within a source.
-    let drop = |one: &DocumentEvidence| match by_row(&one.document.id) {
-        true => flag("--drop-doc", &format!("{}:{}", one.document.source, one.document.id)),
-        false => flag("--drop-doc", &one.document.id),
+    let drop = |evidence: &DocumentEvidence| match by_row(&evidence.document.id) {
+        true => {
+            flag("--drop-doc", &format!("{}:{}", evidence.document.source, evidence.document.id))
+        }
+        false => flag("--drop-doc", &evidence.document.id),
     };
     let drops: String = found.documents[..count].iter().map(drop).collect();
     if drops.is_empty() {
@@ -295,10 +297,10 @@ fn squares(gradient: &[Tensor], workers: crate::workers::Workers) -> Result<f64>
 /// The step without each of the top documents that have labels, and without all of them.
 fn removals(without: RemovalReplay<'_>, named: &[DocumentEvidence]) -> Result<Vec<Removal>> {
     let named: Vec<&DocumentEvidence> =
-        named.iter().filter(|one| one.document.labels > 0).collect();
+        named.iter().filter(|evidence| evidence.document.labels > 0).collect();
     let mut found = Vec::new();
-    for one in &named {
-        found.push(without.remove(std::slice::from_ref(one))?);
+    for evidence in &named {
+        found.push(without.remove(std::slice::from_ref(evidence))?);
     }
     if named.len() > 1 {
         found.push(without.remove(&named)?);
@@ -307,14 +309,14 @@ fn removals(without: RemovalReplay<'_>, named: &[DocumentEvidence]) -> Result<Ve
 }
 
 fn unexplained(documents: &[DocumentEvidence], named: usize) -> Unexplained {
-    let sum = |of: &[DocumentEvidence], what: fn(&DocumentEvidence) -> f64| -> f64 {
-        of.iter().map(what).sum()
+    let sum = |of: &[DocumentEvidence], value: fn(&DocumentEvidence) -> f64| -> f64 {
+        of.iter().map(value).sum()
     };
     let (named, rest) = documents.split_at(named);
-    let excess_left = sum(rest, |one| one.excess);
-    let shares = |of| sum(of, |one| one.gradient_share);
+    let excess_left = sum(rest, |evidence| evidence.excess);
+    let shares = |of| sum(of, |evidence| evidence.gradient_share);
     Unexplained {
-        excess: sum(named, |one| one.excess) + excess_left,
+        excess: sum(named, |evidence| evidence.excess) + excess_left,
         excess_left,
         gradient: 1.0 - shares(documents),
         gradient_left: 1.0 - shares(named),

@@ -75,8 +75,9 @@ impl Explanation {
         let named = self.tokens.len();
         writeln!(
             out,
-            "  unexplained    {:+.2} of {:+.2} nats of excess loss and {:.1} % of the gradient lie outside the top {named} \
-             documents; {:.1e} of the gradient in none",
+            "  unexplained    outside the top {}: {:+.2} of {:+.2} nats of excess loss, {:.1} % of the gradient; in no \
+             document: {:.1e} of the gradient",
+            contract::counted(named, "document"),
             nats(left.excess_left),
             nats(left.excess),
             100.0 * left.gradient_left,
@@ -94,9 +95,12 @@ impl Explanation {
         )?;
         for evidence in &self.documents[..shown] {
             let document = &evidence.document;
+            let weight =
+                document.loss_weight.as_ref().map(|weight| format!(" (loss weight {weight})"));
+            let weight = weight.unwrap_or_default();
             writeln!(
                 out,
-                "{:>7.3} {:>7} {:>10.4} {:>+10.2} {:>10.4} {:>+7.3} {:>6.1}%  {} | {} | {}",
+                "{:>7.3} {:>7} {:>10.4} {:>+10.2} {:>10.4} {:>+7.3} {:>6.1}%  {}{} | {} | {}",
                 evidence.score,
                 document.labels,
                 document.mean,
@@ -105,6 +109,7 @@ impl Explanation {
                 evidence.alignment,
                 100.0 * evidence.gradient_share,
                 terminal::name(&document.source),
+                weight,
                 place(evidence),
                 short(&document.id)
             )?;
@@ -119,7 +124,8 @@ impl Explanation {
             writeln!(out, "\nworst tokens of {}:", short(&evidence.document.id))?;
             for WorstToken { token, row, loss, text: [before, worst, after], .. } in tokens {
                 let line = format!("{before}[[{worst}]]{after}").replace(['\n', '\r', '\t'], " ");
-                writeln!(out, "{loss:>10.3}  token {token}, row {row}: {line}")?;
+                let token = token.map_or("a sentinel".to_owned(), |token| format!("token {token}"));
+                writeln!(out, "{loss:>10.3}  {token}, row {row}: {line}")?;
             }
         }
         Ok(())

@@ -1,10 +1,10 @@
 //! The worst tokens of a document, with their context.
 
 use contract::{Fault, Result};
-use loader::Batch;
+use loader::{Batch, InfillToken};
 use serde::Serialize;
 
-use crate::replay::documents::DocumentLoss;
+use crate::replay::documents::{DocumentLoss, DocumentPlace};
 use crate::replay::texts::Decoder;
 
 /// Tokens of context on either side.
@@ -13,8 +13,8 @@ const CONTEXT: usize = 12;
 /// A token with a high loss.
 #[derive(Clone, Debug, Serialize)]
 pub struct WorstToken {
-    /// Its position in the document, in tokens.
-    pub token: u64,
+    /// Its position in the document, in tokens; `None` for a token that marks a part of a rearranged piece.
+    pub token: Option<u64>,
     /// The row of the batch in which it is a label.
     pub row: u64,
     /// Its id.
@@ -23,6 +23,15 @@ pub struct WorstToken {
     pub loss: f32,
     /// The text before it, its own text, and the text after it, within the row.
     pub text: [String; 3],
+}
+
+/// Which token of the document is at number `number` of a place.
+fn token_at(place: &DocumentPlace, number: usize) -> Option<u64> {
+    let Some(infill) = &place.infill else { return Some(place.first_token + number as u64) };
+    match infill.places().get(number)? {
+        InfillToken::Text(token) => Some(place.first_token + u64::from(*token)),
+        InfillToken::Sentinel(_) => None,
+    }
 }
 
 /// The `count` tokens of `document` with the highest loss, worst first; `losses` has one value per token of the batch.
@@ -59,7 +68,7 @@ pub(super) fn worst(
         let before = ids(start.max((column + 1).saturating_sub(CONTEXT)), column + 1)?;
         let after = ids((column + 2).min(end), (column + 2 + CONTEXT).min(end))?;
         Ok(WorstToken {
-            token: place.first_token + (column - start) as u64 + 1,
+            token: token_at(place, column + 1 - start),
             row: place.row,
             id,
             loss,

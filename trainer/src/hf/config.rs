@@ -1,4 +1,5 @@
-//! `config.json`: two layouts, and the errors of released files.
+//! `config.json`: two layouts of ZAYA1, and the errors of released files; and the fields of `llama`, `qwen3`, `mixtral`
+//! and `qwen3_moe`.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use store::manifest::TokenizerRecord;
 
-use crate::model::{SkipOutput, ZayaConfig};
+use super::family::HfModel;
+use crate::model::{
+    Attention, BalanceKind, FeedForward, ResidualKind, RouterKind, SkipOutput, ZayaConfig,
+};
 
 /// The software that wrote a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,27 +44,36 @@ pub struct HfDescription {
     pub notes: Vec<String>,
 }
 
-/// Fields with the same name and meaning as ours.
-const SHARED: [&str; 18] = [
+/// Fields with the same name and meaning as ours, in every family.
+const SHARED: [&str; 12] = [
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "attention_bias",
+];
+
+/// The same, that only ZAYA1 has.
+const OWN: [&str; 7] = [
     "moe_intermediate_size",
     "num_experts",
     "num_experts_per_tok",
     "router_hidden_size",
     "cca_time0",
     "cca_time1",
-    "hidden_act",
-    "rms_norm_eps",
-    "initializer_range",
-    "max_position_embeddings",
-    "tie_word_embeddings",
     "lm_head_bias",
 ];
+
+/// The same, of `qwen3_moe`.
+const QWEN3_MOE: [&str; 4] =
+    ["moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob"];
 
 /// Keys that only Zyphra's layout has.
 const ZYPHRA: [&str; 5] =
@@ -68,25 +81,53 @@ const ZYPHRA: [&str; 5] =
 
 /// `config.json` of a model, as `transformers` reads it.
 pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
-    let mut fields = Map::new();
+    let (mut fields, model) = (Map::new(), HfModel::like(config));
     let own = serde_json::to_value(config).unwrap_or_default();
-    for name in SHARED.into_iter().chain(["attention_bias"]) {
-        fields.insert(name.to_owned(), own[name].clone());
+    let own_names = match model {
+        HfModel::Zaya => &OWN[..],
+        HfModel::Qwen3Moe => &QWEN3_MOE,
+        HfModel::Llama | HfModel::Qwen3 | HfModel::Mixtral => &[],
+    };
+    for name in SHARED.iter().chain(own_names) {
+        fields.insert((*name).to_owned(), own[*name].clone());
     }
-    let rope = json!({
-        "rope_type": "default", "rope_theta": config.rope_theta,
-        "partial_rotary_factor": config.partial_rotary_factor,
-    });
     let rest = json!({
-        "architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": "float32",
-        "rope_parameters": {"hybrid": rope, "hybrid_sliding": rope},
-        "layer_types": vec!["hybrid"; config.num_hidden_layers as usize],
-        "sliding_window": null, "attention_dropout": 0.0, "use_cache": true,
+        "architectures": [model.class()], "model_type": model.name(), "dtype": "float32",
+        "attention_dropout": 0.0, "use_cache": true,
         // A padding row of the embedding would get no gradient there; none of our tokens is padding.
         "pad_token_id": null, "bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end,
     });
-    if let Value::Object(rest) = rest {
-        fields.extend(rest);
+    let special = match model {
+        HfModel::Zaya => {
+            let rope = json!({
+                "rope_type": "default", "rope_theta": config.rope_theta,
+                "partial_rotary_factor": config.partial_rotary_factor,
+            });
+            let layers = vec!["hybrid"; config.num_hidden_layers as usize];
+            json!({
+                "rope_parameters": {"hybrid": rope, "hybrid_sliding": rope},
+                "layer_types": layers, "sliding_window": null,
+            })
+        }
+        _ => json!({
+            "intermediate_size": config.moe_intermediate_size,
+            // Releases before 5 read the base at the top level, and take their default without it.
+            "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        }),
+    };
+    let experts = match model {
+        HfModel::Mixtral => json!({
+            "num_local_experts": config.num_experts, "sliding_window": null,
+            "num_experts_per_tok": config.num_experts_per_tok,
+        }),
+        HfModel::Qwen3Moe => json!({
+            "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": false,
+        }),
+        _ => json!({}),
+    };
+    for part in [rest, special, experts] {
+        fields.extend(part.as_object().cloned().unwrap_or_default());
     }
     Value::Object(fields)
 }
@@ -97,8 +138,17 @@ pub fn read(text: &str, place: &str) -> Result<HfDescription> {
         .map_err(|error| Fault::data(format!("this is not a JSON object: {error}")).at(place))?;
     let mut reader = Reader { fields: &fields, place, notes: Vec::new() };
     let kind = reader.text("model_type")?.unwrap_or_else(|| "zaya".to_owned());
-    if kind != "zaya" {
-        return Err(reader.refuse("model_type", "\"zaya\"", "only ZAYA1 models are known here"));
+    let Some(model) = HfModel::ALL.into_iter().find(|model| model.name() == kind) else {
+        let why = "only these models are known here";
+        let names = HfModel::ALL.map(|model| format!("{:?}", model.name())).join(", ");
+        return Err(reader.refuse("model_type", &format!("one of {names}"), why));
+    };
+    if model != HfModel::Zaya {
+        let found = reader.baseline(model)?;
+        let config = ZayaConfig::resolve(Some("zaya1-8b"), &found);
+        let config = config.map_err(|fault| fault.at(place))?;
+        let layout = HfLayout::Transformers;
+        return Ok(HfDescription { config, layout, notes: reader.notes });
     }
     let layout = match ZYPHRA.iter().any(|key| fields.contains_key(*key)) {
         true => HfLayout::Zyphra,
@@ -180,9 +230,89 @@ impl Reader<'_> {
         Ok(found)
     }
 
+    /// The keys of a model with grouped-query attention and a plain residual. A file leaves out what has the default of
+    /// `transformers`.
+    fn baseline(&mut self, model: HfModel) -> Result<Found> {
+        self.only("mlp_bias", &json!(false), "its feed-forwards have biases")?;
+        self.only("use_sliding_window", &json!(false), "its layers attend to a window")?;
+        if model == HfModel::Mixtral && self.get("sliding_window").is_some() {
+            let why = "its layers attend to a window, which this model does not";
+            return Err(self.refuse("sliding_window", "null", why));
+        }
+        if let Some(Value::Array(kinds)) = self.get("layer_types")
+            && !kinds.iter().all(|kind| kind == "full_attention")
+        {
+            let why = "its layers attend to a window, which this model does not";
+            return Err(self.refuse("layer_types", "\"full_attention\" for every layer", why));
+        }
+        let mut found: Found =
+            defaults(model).as_object().cloned().unwrap_or_default().into_iter().collect();
+        if self.fields.get("num_key_value_heads").is_some_and(Value::is_null) {
+            found.remove("num_key_value_heads");
+        }
+        found.extend(self.named(SHARED.iter()));
+        self.rope(&mut found)?;
+        if found.get("partial_rotary_factor").is_some_and(|factor| factor.as_f64() != Some(1.0)) {
+            let why = "a part of each head is rotated, which transformers' code for it does not do";
+            return Err(self.refuse("partial_rotary_factor", "1.0", why));
+        }
+        let number = |key: &str| found.get(key).and_then(Value::as_i64).unwrap_or(1).max(1);
+        let (heads, width) = (number("num_attention_heads"), number("hidden_size"));
+        found.entry("num_key_value_heads".to_owned()).or_insert_with(|| heads.into());
+        found.entry("head_dim".to_owned()).or_insert_with(|| (width / heads).into());
+        if model.has_experts() {
+            self.routed(model, &mut found)?;
+        } else if let Some(inner) = self.largest("intermediate_size")? {
+            found.insert("moe_intermediate_size".to_owned(), inner.into());
+        }
+        let kind = if model.has_experts() { FeedForward::Moe } else { FeedForward::Mlp };
+        found.extend([
+            ("partial_rotary_factor".to_owned(), json!(1.0)),
+            ("layers".to_owned(), json!([Attention::Gqa])),
+            ("feed_forward".to_owned(), json!([kind])),
+            ("residual".to_owned(), json!(ResidualKind::Plain)),
+            ("qk_norm".to_owned(), model.has_qk_norm().into()),
+        ]);
+        Ok(found)
+    }
+
+    /// The keys of a router of one matrix and its experts.
+    fn routed(&self, model: HfModel, found: &mut Found) -> Result<()> {
+        self.only("decoder_sparse_step", &json!(1), "some of its layers have no experts")?;
+        self.only("mlp_only_layers", &json!([]), "some of its layers have no experts")?;
+        let width = match model {
+            HfModel::Mixtral => "intermediate_size",
+            _ => "moe_intermediate_size",
+        };
+        // transformers takes either name for the number of experts.
+        for (key, ours) in [
+            (width, "moe_intermediate_size"),
+            ("num_experts", "num_experts"),
+            ("num_local_experts", "num_experts"),
+            ("num_experts_per_tok", "num_experts_per_tok"),
+        ] {
+            if let Some(value) = self.largest(key)? {
+                found.insert(ours.to_owned(), value.into());
+            }
+        }
+        if let (HfModel::Qwen3Moe, Some(value)) = (model, self.get("norm_topk_prob")) {
+            found.insert("norm_topk_prob".to_owned(), value.clone());
+        }
+        found.extend([
+            ("router".to_owned(), json!(RouterKind::Linear)),
+            ("skip".to_owned(), json!(SkipOutput::None)),
+            ("balance".to_owned(), json!(BalanceKind::None)),
+        ]);
+        Ok(())
+    }
+
     fn shared(&self) -> Found {
-        let named = SHARED.iter().chain(&["attention_bias"]);
-        named.filter_map(|key| Some(((*key).to_owned(), self.get(key)?.clone()))).collect()
+        self.named(SHARED.iter().chain(&OWN))
+    }
+
+    /// The values of those of these keys that the file has.
+    fn named<'k>(&self, keys: impl Iterator<Item = &'k &'k str>) -> Found {
+        keys.filter_map(|key| Some(((*key).to_owned(), self.get(key)?.clone()))).collect()
     }
 
     fn zyphra(&mut self) -> Result<Found> {
@@ -289,4 +419,36 @@ impl Reader<'_> {
         }
         Ok(())
     }
+}
+
+/// What the classes of `transformers` take for a field that a file leaves out.
+fn defaults(model: HfModel) -> Value {
+    let mut all = json!({
+        "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02, "tie_word_embeddings": false, "max_position_embeddings": 2048,
+        "rope_theta": 1e4, "moe_intermediate_size": 11_008,
+    });
+    let own = match model {
+        HfModel::Zaya | HfModel::Llama => json!({}),
+        HfModel::Qwen3 => json!({
+            "vocab_size": 151_936, "max_position_embeddings": 32_768, "head_dim": 128,
+            "moe_intermediate_size": 22_016,
+        }),
+        HfModel::Mixtral => json!({
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+            "rope_theta": 1e6, "moe_intermediate_size": 14_336, "num_experts": 8,
+            "num_experts_per_tok": 2, "norm_topk_prob": true,
+        }),
+        HfModel::Qwen3Moe => json!({
+            "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 24,
+            "num_key_value_heads": 4, "max_position_embeddings": 32_768,
+            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": false,
+        }),
+    };
+    if let (Some(all), Some(own)) = (all.as_object_mut(), own.as_object()) {
+        all.extend(own.clone());
+    }
+    all
 }

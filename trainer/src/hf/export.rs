@@ -1,4 +1,4 @@
-//! Exports a model as a folder that `transformers` opens as `ZayaForCausalLM`.
+//! Exports a model as a folder that `transformers` opens.
 //!
 //! ```text
 //! config.json   generation_config.json   model.safetensors (or parts with an index), f32
@@ -7,21 +7,24 @@
 
 use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::Result;
 use serde_json::{Value, json};
 use store::disk;
 use store::manifest::TokenizerRecord;
 use tch::Tensor;
 
-use super::files::{self, NamedTensor, WrittenFile};
-use super::{config, files::commit};
-use crate::model::{self, ParamSpec, SkipOutput, ZayaConfig};
+use super::config::{self, HfLayout};
+use super::family::HfModel;
+use super::files::{self, NamedTensor, WrittenFile, commit};
+use super::names::{are_parts, part_names};
+use crate::model::{self, ParamSpec, ZayaConfig};
 use crate::optim::balance::RouterBalance;
+use crate::refusal::refused;
 
 /// The files that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HfExport {
-    /// Tensors, balancing biases included.
+    /// Parameters, and balancing biases of layers.
     pub tensors: usize,
     /// Total size of the weight files.
     pub bytes: u64,
@@ -44,38 +47,20 @@ pub(crate) fn write(
     weights: impl FnOnce() -> Result<Vec<Tensor>>,
 ) -> Result<HfExport> {
     let Model { config, parameters, balance, record, tokenizer } = *model;
-    refuse_foreign(config)?;
+    HfModel::of(config)?;
     commit(target, |folder| {
         let tensors = named(parameters, &weights()?, balance);
+        let count = tensors.len();
+        let tensors = in_parts(config, parameters, tensors).map_err(refused)?;
         let written = model_files(folder, config, record, &tensors)?;
         disk::write_whole(&folder.join("tokenizer.json"), tokenizer)?;
         let text = tokenizer_config(tokenizer, record, config.max_position_embeddings);
         files::text(folder, "tokenizer_config.json", &text)?;
-        Ok(HfExport { tensors: tensors.len(), bytes: written.iter().map(|file| file.bytes).sum() })
+        Ok(HfExport { tensors: count, bytes: written.iter().map(|file| file.bytes).sum() })
     })
 }
 
-/// In `transformers`, the skip class always outputs zeros, and all layers are those of ZAYA1. Another model would
-/// compute something else there.
-fn refuse_foreign(config: &ZayaConfig) -> Result<()> {
-    let fault = |key: &str| {
-        Fault::usage("transformers cannot express this model").at(format!("[model] {key}"))
-    };
-    if let Some((key, kind)) = config.foreign() {
-        return Err(fault(key)
-            .found(format!("{kind:?} among the layers"))
-            .wanted("layers = [\"cca\"] and feed_forward = [\"moe\"], all that its zaya has")
-            .hint("such a model stays here: replay, fork and validate it with ztrain"));
-    }
-    match config.skip {
-        SkipOutput::Zero => Ok(()),
-        SkipOutput::Identity => Err(fault("skip")
-            .found("\"identity\": a skipped token keeps p times its input")
-            .wanted("\"zero\", its only meaning there")),
-    }
-}
-
-/// Weights and balancing biases under their names, in canonical order.
+/// Weights and balancing biases under our names, in canonical order.
 pub(super) fn named(
     parameters: &[ParamSpec],
     weights: &[Tensor],
@@ -83,11 +68,33 @@ pub(super) fn named(
 ) -> Vec<NamedTensor> {
     let weights = parameters.iter().zip(weights);
     let weights = weights.map(|(spec, tensor)| NamedTensor::new(spec.name.clone(), tensor));
-    let biases = (0i64..).zip(balance);
+    let biases = (0i64..).zip(balance).filter(|(_, balance)| !balance.bias.is_empty());
     let biases = biases.map(|(layer, balance)| {
         NamedTensor::new(model::balance_name(layer), &Tensor::from_slice(&balance.bias))
     });
     weights.chain(biases).collect()
+}
+
+/// The same as the model of `transformers` stores them; the parameters come first.
+pub(super) fn in_parts(
+    config: &ZayaConfig,
+    parameters: &[ParamSpec],
+    named: Vec<NamedTensor>,
+) -> kernels::Result<Vec<NamedTensor>> {
+    let (mut found, mut named) = (Vec::new(), named.into_iter());
+    for (spec, NamedTensor { tensor, .. }) in parameters.iter().zip(named.by_ref()) {
+        let names = part_names(config, HfLayout::Transformers, spec);
+        let parts = if are_parts(spec, &names) {
+            let columns = tensor.size()[tensor.dim() - 1];
+            tensor.f_reshape([names.len() as i64, -1, columns])?.f_unbind(0)?
+        } else {
+            vec![tensor]
+        };
+        let parts = names.into_iter().zip(&parts);
+        found.extend(parts.map(|(name, part)| NamedTensor::new(name, part)));
+    }
+    found.extend(named);
+    Ok(found)
 }
 
 /// Writes the weights and both configurations.

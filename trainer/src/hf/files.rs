@@ -175,7 +175,7 @@ pub(super) fn parts(folder: &Path) -> Result<BTreeMap<String, Option<BTreeSet<St
         if !is_name(part) {
             return Err(damaged(format!("the index places {tensor} outside of its folder"))
                 .found(format!("{part:?}"))
-                .wanted("the name of a file beside the index"));
+                .wanted("the name of a file in the folder of the index"));
         }
         parts.entry(part.to_owned()).or_default().get_or_insert_default().insert(tensor.clone());
     }

@@ -9,10 +9,10 @@ use tch::Tensor;
 
 use super::config::{self, HfDescription, HfLayout};
 use super::files;
-use super::names::{NameMeaning, TensorNames};
+use super::names::{NameMeaning, TensorNames, part_names};
 use super::start::{self, InitialModel};
-use crate::model::{self, ZayaConfig};
-use crate::refusal::values;
+use crate::model::{self, HEAD, ZayaConfig};
+use crate::refusal::{refused, values};
 
 /// The result of an import.
 #[derive(Clone, Debug)]
@@ -23,7 +23,7 @@ pub struct HfImport {
     pub layout: HfLayout,
     /// Fields that were not taken literally.
     pub notes: Vec<String>,
-    /// Tensors, balancing biases included.
+    /// Parameters, and balancing biases of layers.
     pub tensors: usize,
 }
 
@@ -39,16 +39,17 @@ pub fn import(source: &Path, target: &Path) -> Result<HfImport> {
     let tokenizer = tokenizer.exists().then(|| fs::read(&tokenizer)).transpose();
     let tokenizer =
         tokenizer.map_err(|error| Fault::io("read", &source.join("tokenizer.json"), &error))?;
-    let tensors = weights.len() + balance.len();
+    let routers = balance.iter().filter(|biases| !biases.is_empty());
+    let tensors = weights.len() + routers.count();
     let start = start::write(target, &config, &weights, &balance, tokenizer.as_deref())?;
     Ok(HfImport { start, layout, notes, tensors })
 }
 
 /// All tensors of the folder by our names.
 fn tensors(source: &Path, described: &HfDescription) -> Result<BTreeMap<String, Tensor>> {
-    let places = TensorNames::new(&described.config);
+    let places = TensorNames::new(&described.config, described.layout);
     let mut found = BTreeMap::new();
-    let mut experts: BTreeMap<String, BTreeMap<usize, Tensor>> = BTreeMap::new();
+    let mut parts: BTreeMap<String, BTreeMap<usize, Tensor>> = BTreeMap::new();
     for (part, mut listed) in files::parts(source)? {
         let path = source.join(&part);
         let bytes = fs::read(&path).map_err(|error| match error.kind() {
@@ -61,16 +62,23 @@ fn tensors(source: &Path, described: &HfDescription) -> Result<BTreeMap<String, 
             if listed.as_mut().is_some_and(|listed| !listed.remove(name)) {
                 return Err(not_as_listed(&path, &format!("{name} is not in the index")));
             }
+            // Older llama files have the rotary frequencies, which follow from the configuration.
+            if name.ends_with(".rotary_emb.inv_freq") {
+                return Ok(());
+            }
             files::refuse_non_finite(&path, name, &tensor)?;
             let place = match described.layout {
-                HfLayout::Transformers => Some(NameMeaning::Whole(name.to_owned())),
+                // transformers' names in memory are ours.
+                HfLayout::Transformers => {
+                    Some(places.of(name).unwrap_or_else(|| NameMeaning::Whole(name.to_owned())))
+                }
                 HfLayout::Zyphra if name == HEAD => Some(NameMeaning::Whole(name.to_owned())),
                 HfLayout::Zyphra => places.of(name),
             };
             let before = match place {
                 Some(NameMeaning::Whole(name)) => found.insert(name, tensor),
-                Some(NameMeaning::Expert(name, expert)) => {
-                    experts.entry(name).or_default().insert(expert, tensor)
+                Some(NameMeaning::Part(name, part)) => {
+                    parts.entry(name).or_default().insert(part, tensor)
                 }
                 None => return Err(unknown(&path, name)),
             };
@@ -85,26 +93,49 @@ fn tensors(source: &Path, described: &HfDescription) -> Result<BTreeMap<String, 
             return Err(not_as_listed(&path, &format!("{name} is not here, where the index says")));
         }
     }
-    let count = described.config.num_experts as usize;
-    for (name, parts) in experts {
-        if !parts.keys().copied().eq(0..count) {
-            return Err(Fault::data(format!("{name} lacks an expert, or has one too many"))
-                .at(source.display().to_string())
-                .found(format!("experts {:?}", parts.keys().collect::<Vec<_>>()))
-                .wanted(format!("0 to {}", count - 1)));
-        }
-        let parts: Vec<Tensor> = parts.into_values().collect();
-        let whole = Tensor::f_stack(&parts, 0).map_err(|error| {
-            Fault::data(format!("the experts of {name} differ in shape: {error}"))
-                .at(source.display().to_string())
-        })?;
-        found.insert(name, whole);
-    }
+    join(source, described, parts, &mut found)?;
     Ok(found)
 }
 
-/// The output head, which some folders store even if it is tied to the embedding.
-const HEAD: &str = "lm_head.weight";
+/// Joins the parts of parameters that the folder does not store whole.
+fn join(
+    source: &Path,
+    described: &HfDescription,
+    mut parts: BTreeMap<String, BTreeMap<usize, Tensor>>,
+    found: &mut BTreeMap<String, Tensor>,
+) -> Result<()> {
+    for spec in model::parameters(&described.config) {
+        let Some(parts) = parts.remove(&spec.name) else { continue };
+        let (name, names) = (&spec.name, part_names(&described.config, described.layout, &spec));
+        if parts.len() < names.len() {
+            let missing = (0..).zip(&names).find(|(part, _)| !parts.contains_key(part));
+            return Err(Fault::data(format!("{name} lacks an expert"))
+                .at(source.display().to_string())
+                .found(format!("{} of its {} tensors", parts.len(), names.len()))
+                .wanted(missing.map_or("", |(_, name)| name)));
+        }
+        let parts: Vec<Tensor> = parts.into_values().collect();
+        let rows: i64 = spec.shape[..spec.shape.len() - 1].iter().product();
+        let shape = [rows / names.len() as i64, spec.shape[spec.shape.len() - 1]];
+        if let Some((part, name)) = parts.iter().zip(&names).find(|(part, _)| part.size() != shape)
+        {
+            return Err(Fault::data(format!(
+                "the folder lacks {name} in the shape of its configuration"
+            ))
+            .at(source.display().to_string())
+            .found(format!("{:?}", part.size()))
+            .wanted(format!("{shape:?}")));
+        }
+        let whole = Tensor::f_cat(&parts, 0).and_then(|rows| rows.f_reshape(spec.shape.as_slice()));
+        let whole = whole.map_err(refused)?;
+        if found.insert(name.clone(), whole).is_some() {
+            return Err(Fault::data(format!("{name} is stored both whole and by expert"))
+                .at(source.display().to_string())
+                .wanted("each tensor once"));
+        }
+    }
+    Ok(())
+}
 
 /// Weights in canonical order, and biases by layer.
 fn assemble(
@@ -129,10 +160,13 @@ fn assemble(
         weights.push(take(&spec.name, &spec.shape)?);
     }
     let mut balance = Vec::new();
-    for layer in 0..config.num_hidden_layers {
-        let tensor = take(&model::balance_name(layer), &[config.router_classes()])?;
-        balance.push(values(&tensor)?);
+    for (layer, biases) in (0..).zip(model::balance_sizes(config)) {
+        balance.push(match biases {
+            0 => Vec::new(),
+            biases => values(&take(&model::balance_name(layer), &[biases as i64])?)?,
+        });
     }
+    // Some folders store the head even if it is tied to the embedding.
     if let Some(head) = found.remove(HEAD)
         && head != weights[0]
     {

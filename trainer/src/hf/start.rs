@@ -27,7 +27,7 @@ use crate::optim::balance::RouterBalance;
 use crate::refusal::refused;
 
 /// The version of the format.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// Its manifest.
 const MANIFEST: &str = "start.json";
@@ -173,8 +173,11 @@ impl InitialModel {
         let sums = sums.into_iter().zip(&parameters);
         let sums = sums.map(|(sum, spec)| sum.ok_or_else(|| lacks(&spec.name)));
         let sums = sums.collect::<Result<Vec<u64>>>()?;
-        let biases = (0..config.num_hidden_layers).map(|layer| {
+        let biases = (0..).zip(model::balance_sizes(config)).map(|(layer, biases)| {
             let name = model::balance_name(layer);
+            if biases == 0 {
+                return Ok(Vec::new());
+            }
             let odd = |error| damaged(&self.folder, &format!("{name} cannot be read: {error}"));
             Vec::<f32>::try_from(others.get(&name).ok_or_else(|| lacks(&name))?).map_err(odd)
         });

@@ -357,7 +357,7 @@ fn a_model_that_is_computed_otherwise_is_refused_with_the_key() {
     }
     let ours = config::write(&wide, &record());
     for (key, to) in [
-        ("model_type", json!("llama")),
+        ("model_type", json!("bloom")),
         ("layer_types", json!(["hybrid", "hybrid_sliding", "hybrid"])),
         ("rope_parameters", json!({"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}})),
         ("num_experts_per_tok", json!(2)),

@@ -28,7 +28,7 @@ pub(super) struct ExitReport {
     /// The host.
     pub(super) host: String,
     /// A description for people.
-    pub(super) what: String,
+    pub(super) description: String,
     /// The rank, as launched, whose loss made this one exit, if that was the reason.
     #[serde(default)]
     pub(super) missed: Option<u32>,
@@ -79,7 +79,7 @@ impl ExitReports {
     /// The host on which a rank last started.
     pub(super) fn host_of(&self, rank: u32) -> Option<String> {
         let all: Vec<StartNote> = self.lines();
-        all.into_iter().rev().find(|one| one.begins == rank).map(|one| one.host)
+        all.into_iter().rev().find(|note| note.begins == rank).map(|note| note.host)
     }
 
     /// The lines of one kind.
@@ -106,8 +106,8 @@ pub fn last_words(rank: Option<u32>, missed: Option<u32>, fault: &Fault, spoke_f
         return;
     }
     let (cause, host) = (Cause::of(fault), super::place::host_name());
-    let what = fault.to_string().lines().next().unwrap_or_default().to_owned();
-    ends.leave(&ExitReport { rank, launcher: false, cause, host, what, missed });
+    let description = fault.to_string().lines().next().unwrap_or_default().to_owned();
+    ends.leave(&ExitReport { rank, launcher: false, cause, host, description, missed });
 }
 
 /// The process that starts the ranks of a supervised run.
@@ -128,13 +128,13 @@ pub(super) fn verdict(ends: &[ExitReport], code: Option<u8>, starter: Starter) -
     if let Some(end) = of_launcher.filter(|_| code.is_some()) {
         return end.clone();
     }
-    let unknown = |cause: Option<Cause>, what: &str| ExitReport {
+    let unknown = |cause: Option<Cause>, description: &str| ExitReport {
         rank: None,
         launcher: false,
         cause,
         // Ranks of another launcher may run anywhere, so the supervisor's machine is not blamed.
         host: if starter == Starter::Another { String::new() } else { super::place::host_name() },
-        what: what.to_owned(),
+        description: description.to_owned(),
         missed: None,
     };
     let Some(code) = code else {
@@ -146,9 +146,9 @@ pub(super) fn verdict(ends: &[ExitReport], code: Option<u8>, starter: Starter) -
     let machine = Class::Machine.exit_code();
     let end = ends.iter().find(tells).or(ends.last()).cloned();
     end.unwrap_or_else(|| {
-        let what =
+        let description =
             if code == machine { "a rank or its machine was lost" } else { "it ended in a fault" };
-        unknown(Cause::of_code(code), what)
+        unknown(Cause::of_code(code), description)
     })
 }
 
@@ -164,7 +164,7 @@ mod tests {
             launcher,
             cause,
             host: "here".to_owned(),
-            what: "x".to_owned(),
+            description: "x".to_owned(),
             missed: None,
         }
     }

@@ -78,7 +78,9 @@ impl SupervisorLink {
         in_background(move || {
             let said = std::io::stdin().lock().lines().next();
             if said.is_none() {
-                contract::note!("error: the supervisor is gone: the run ends in good order");
+                contract::note!(
+                    "error: the supervisor has ended: the run stops, and keeps its state"
+                );
             }
             stop.store(true, Ordering::Relaxed);
         })
@@ -151,7 +153,7 @@ impl Watchdog {
             let culprit = RuleScope::Machine(end.host.clone());
             let rule = history.choose(&self.rules, cause, &culprit, possible, Instant::now());
             let (events, action) = (self.events(), rule.action);
-            let (what, host) = (end.what.as_str(), end.host.as_str());
+            let (what, host) = (end.description.as_str(), end.host.as_str());
             record_failure(&events, &FailureEvent { cause, rank: end.rank, action, what, host });
             match action {
                 Action::Retry => pause(rule.pause(), stop),
@@ -160,7 +162,7 @@ impl Watchdog {
                 _ => return Ok(code),
             }
             if stop.load(Ordering::Relaxed) {
-                contract::note!("supervisor: stopped as asked; the same command goes on");
+                contract::note!("supervisor: stopped as asked; the same command continues the run");
                 return Ok(0);
             }
         }
@@ -399,7 +401,9 @@ fn code_of(status: ExitStatus) -> u8 {
 /// request.
 fn stopped(status: ExitStatus) -> u8 {
     if status.code().is_none() {
-        contract::note!("supervisor: stopped as asked, at once; the same command goes on");
+        contract::note!(
+            "supervisor: stopped at once, as asked; the same command continues the run"
+        );
         return 0;
     }
     code_of(status)
@@ -428,7 +432,7 @@ fn requeue(end: &ExitReport) -> Result<()> {
         Fault::machine("cannot give the job back to Slurm")
             .at(line)
             .found(why.trim())
-            .hint("start the job again: it goes on where it stopped")
+            .hint("start the job again: it continues where it stopped")
     };
     if end.rank.is_none() || end.host.is_empty() {
         return scontrol(&["requeue", &job]).map(|_| ()).map_err(cannot);

@@ -135,7 +135,7 @@ fn no_half(variable: &impl Fn(&str) -> Option<String>) -> Result<()> {
         };
         return Err(Fault::usage("this is half of what a launcher says")
             .at(set)
-            .found(format!("no {missing} beside it"))
+            .found(format!("no {missing}"))
             .hint(format!("set both, as torchrun does, or unset {set}: then one rank trains")));
     }
     Ok(())

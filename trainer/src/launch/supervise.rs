@@ -93,7 +93,7 @@ impl Rank {
         let exit_report =
             exit_report.filter(|end| self.evicted.is_none() || end.cause != Some(Cause::Crash));
         if let Some(end) = exit_report {
-            return (end.cause, end.what);
+            return (end.cause, end.description);
         }
         if self.evicted.is_some() {
             return (Some(Cause::Hang), how);
@@ -235,7 +235,7 @@ impl Launcher<'_> {
             self.look()?;
             self.store.check().map_err(|error| {
                 // They would wait for an answer, and report a network error.
-                self.ranks.iter_mut().for_each(|rank| rank.end("nobody hears it"));
+                self.ranks.iter_mut().for_each(|rank| rank.end("the store of the ranks failed"));
                 lost(error)
             })?;
             if failed.is_none() && !asked {
@@ -423,7 +423,7 @@ impl Launcher<'_> {
                 launcher: true,
                 cause: Some(cause),
                 host,
-                what,
+                description: what,
                 missed: None,
             });
         }

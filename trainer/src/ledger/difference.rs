@@ -65,6 +65,7 @@ impl StepRecord {
             layer_update_norms,
             weight_checksums: Packed(weights),
             state_digest,
+            mix_weights: _,
             curriculum: _,
         } = self;
         let tensor =
@@ -72,8 +73,7 @@ impl StepRecord {
         let named = layers(parameters);
         let group =
             |index: usize| format!("of {}", named.get(index).map_or("?", |layer| &layer.name));
-        let hex = |value: &u64| format!("{value:016x}");
-        let none = |_: usize| String::new();
+        let (hex, none) = (|value: &u64| format!("{value:016x}"), |_: usize| String::new());
         let backward = || {
             let other = &other.micro_batch_grad_checksums.0;
             listed("gradient", first, other, micro_batch, hex)
@@ -114,7 +114,12 @@ impl StepRecord {
     /// Differences in the batch.
     fn data_difference(&self, other: &StepRecord) -> DifferingValues {
         let labels = |source: &SourceSums| source.labels.to_string();
+        let weights = |weights: &Option<BTreeMap<String, u64>>| format!("{weights:?}");
         None.or_else(|| single("step", &self.step, &other.step))
+            .or_else(|| {
+                let [own, other] = [&self.mix_weights, &other.mix_weights].map(weights);
+                single("mix weights", &own, &other)
+            })
             .or_else(|| single("data digest", &self.batch_digest, &other.batch_digest))
             .or_else(|| single("label count", &self.label_count, &other.label_count))
             .or_else(|| {

@@ -19,8 +19,8 @@ pub use record::{LedgerHead, StepFields, StepRecord};
 pub use seen::StepSummaryFields;
 
 /// The version of the lines. 3: sums by source, norms by layer. 4: labels and micro-batches are called so. 5: a
-/// processor's instructions in the kernel table.
-pub const FORMAT: u32 = 6;
+/// processor's instructions in the kernel table. 7: weights of mixes that react.
+pub const FORMAT: u32 = 7;
 
 /// The hint if a run has lost its ledger or checkpoints.
 pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or train with --restart: every step is \

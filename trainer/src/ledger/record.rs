@@ -93,6 +93,10 @@ pub struct StepRecord {
     pub weight_checksums: Packed,
     /// Digest of the whole state after the step: weights, moments, balancing biases, windows.
     pub state_digest: Digest,
+    /// In the first step of each window of a mix that reacts to the loss: the weights from this step on, in parts of
+    /// 65,536 by source of the mix.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mix_weights: Option<BTreeMap<String, u64>>,
     /// The curriculum in force from this step on, in canonical form, if it has changed: an accepted edit took effect.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub curriculum: Option<String>,
@@ -210,6 +214,7 @@ pub(crate) mod tests {
             layer_update_norms: words(20, 2),
             weight_checksums: words(15, 3),
             state_digest: Digest(u128::from(word(18))),
+            mix_weights: None,
             curriculum: None,
         }
     }

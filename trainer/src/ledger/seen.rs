@@ -40,6 +40,9 @@ pub struct StepSummaryFields {
     /// Whether the step was skipped, and why; without `[skip_step]`, present only if it was.
     #[serde(default)]
     pub skipped: Option<Skipped>,
+    /// The weights of a mix that reacts, in the first step of each window.
+    #[serde(default)]
+    pub mix_weights: Option<BTreeMap<String, u64>>,
     /// The curriculum from this step on, if it has changed.
     #[serde(default)]
     pub curriculum: Option<String>,
@@ -83,6 +86,7 @@ impl StepSummaryFields {
             layer_update_norms: record.layer_update_norms.clone(),
             clip_threshold: record.clip_threshold.clone(),
             skipped: record.skipped,
+            mix_weights: record.mix_weights.clone(),
             curriculum: record.curriculum.clone(),
         }
     }

@@ -111,6 +111,7 @@ mod tests {
             positions: &positions,
             mask: &[1; 24],
             boundaries: &boundaries,
+            weights: &[],
             rows: 1,
             seq_len: 24,
         };

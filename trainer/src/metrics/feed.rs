@@ -129,7 +129,8 @@ impl Drop for MetricsFeed {
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(PATIENCE) {
             note!(
-                "warning: the program of --metrics-exec had not read all in {} s and is ended; a run that goes on sends the rest",
+                "warning: the program of --metrics-exec did not read everything within {} s and was killed; the run sends the \
+                 rest when it is resumed",
                 PATIENCE.as_secs()
             );
             let _ = self.shared.program().as_mut().map(Child::kill);

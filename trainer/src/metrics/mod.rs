@@ -15,6 +15,8 @@
 //! speed/mfu                                the same as a share of what its device can do, where that is known
 //! speed/memory                             bytes that the process of rank 0 holds
 //! validation/all   validation/NAME         mean loss of a label on held-out text
+//! accuracy/TASK   accuracy_norm/TASK       share of right examples of a task, and with scores by character
+//! log_likelihood/TASK                      mean log-likelihood of a right answer
 //! ```
 
 mod feed;
@@ -31,6 +33,7 @@ use curriculum::Dtype;
 use serde_json::json;
 use store::disk;
 
+use crate::evaluate::TaskScore;
 use crate::ledger::{self, StepRecord, StepSummaryFields};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
@@ -135,11 +138,20 @@ impl Metrics {
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) -> Result<()> {
         let named = sources.iter().map(|one| (format!("validation/{}", one.source), one.mean()));
         let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());
-        let values: Vec<_> = named.chain([all]).collect();
+        self.between(step, &named.chain([all]).collect::<Vec<_>>())
+    }
+
+    /// Writes the scores of tasks after `step`.
+    pub fn evaluation(&mut self, step: u64, scores: &[TaskScore]) -> Result<()> {
+        self.between(step, &scores.iter().flat_map(TaskScore::curves).collect::<Vec<_>>())
+    }
+
+    /// Writes what is computed between two steps.
+    fn between(&mut self, step: u64, values: &[(String, f64)]) -> Result<()> {
         if let Some(feed) = &self.feed {
-            feed.line(line(step, &values));
+            feed.line(line(step, values));
         }
-        self.writer.scalars(step, &values)
+        self.writer.scalars(step, values)
     }
 }
 

@@ -10,9 +10,12 @@ use std::fmt::Write as _;
 pub const KIND: &str = "application/openmetrics-text; version=1.0.0";
 
 /// Groups whose names depend on the run, with the label for them.
-const LABELLED: [(&str, &str); 4] = [
+const LABELLED: [(&str, &str); 7] = [
     ("loss", "source"),
     ("validation", "source"),
+    ("accuracy", "task"),
+    ("accuracy_norm", "task"),
+    ("log_likelihood", "task"),
     ("gradient_norm", "layer"),
     ("update_norm", "layer"),
 ];

@@ -10,7 +10,7 @@ use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::{
     ActivationCheckpointing, Cut, FeedForward, Init, MicroBatchOptions, MicroBatchOutput,
     ParamSpec, SkipOutput, ZayaConfig, flops, forward_backward, forward_backward_staged, init,
-    init_balance, oracle, parameters,
+    init_balance, kinds::LogitsDtype, logits, oracle, parameters,
 };
 
 /// A model and a micro-batch large enough that kernels take their vector paths, with documents of awkward lengths.
@@ -35,6 +35,8 @@ pub(super) fn middling_of(config: ZayaConfig) -> (ZayaConfig, Vec<Tensor>, Vec<T
     let params = specs.iter().zip(init(&config, 1).unwrap()).map(larger).collect();
     let lifted = |biases: Tensor| match biases.numel() {
         0 => biases,
+        // Without a skip class they decide some choices.
+        8 => Tensor::linspace(-0.02, 0.02, 8, (Kind::Float, Device::Cpu)),
         _ => biases + skip_lift(),
     };
     let balance = init_balance(&config).into_iter().map(lifted).collect();
@@ -189,6 +191,32 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
     assert!(!same_bits(&wide, &narrow));
 }
 
+/// Under bf16 a head in f32 has the losses and gradients of its inputs in f32; in f32 it is the head.
+#[test]
+fn a_head_in_f32_is_that_of_its_widened_inputs() {
+    let (config, params, balance, arrays) = middling(SkipOutput::Identity);
+    let wide = ZayaConfig { logits_dtype: LogitsDtype::F32, ..config.clone() };
+    let input = arrays.input();
+    let compute = |config: &ZayaConfig, params: &[Tensor]| {
+        forward_backward(config, params, &balance, &input, 200).unwrap()
+    };
+    assert!(same_bits(&compute(&config, &params), &compute(&wide, &params)));
+    let narrow = all_rounded(&parameters(&config), &params, Dtype::Bf16);
+    let found = compute(&wide, &narrow);
+    assert_ne!(found.loss, compute(&config, &narrow).loss);
+    let all = logits(&wide, &narrow, &balance, &input).unwrap().to_kind(Kind::Double);
+    let rounded = logits(&config, &narrow, &balance, &input).unwrap();
+    assert_eq!(rounded.to_kind(Kind::BFloat16).to_kind(Kind::Float), rounded, "products in bf16");
+    assert_ne!(all.to_kind(Kind::BFloat16).to_kind(Kind::Double), all);
+    let labels: Vec<i64> = input.labels.iter().map(|label| i64::from(*label)).collect();
+    let mask: Vec<f64> = input.mask.iter().map(|mask| f64::from(*mask)).collect();
+    let losses = all.log_softmax(-1, Kind::Double);
+    let losses = losses.gather(1, &Tensor::from_slice(&labels).unsqueeze(1), false).squeeze_dim(1);
+    let wanted = -(losses * Tensor::from_slice(&mask)).sum(Kind::Double).double_value(&[]);
+    assert!((found.loss - wanted).abs() < 1e-5 * wanted, "{} and {wanted}", found.loss);
+    assert!(found.grads.iter().all(|grad| grad.kind() == Kind::Float));
+}
+
 /// As a prefetcher does it: staged on another thread, computed on this one.
 #[test]
 fn a_staged_micro_batch_has_the_same_bits() {
@@ -307,5 +335,41 @@ fn identity_skip_is_its_probability_times_its_input() {
             let size = out.grads[index].abs().max().double_value(&[]);
             assert!(size == 0.0, "{} takes no part", spec.name);
         }
+    }
+}
+
+/// Weights of rows multiply their part of the gradient, and neither the losses nor anything of another row.
+#[test]
+fn weights_of_rows_scale_the_gradient_alone() {
+    let (config, params, balance, arrays) = middling(SkipOutput::Zero);
+    let (input, specs) = (arrays.input(), parameters(&config));
+    let drawn: Vec<f32> = (0..input.rows).map(|row| [0.25, 3.0, 1.7][row % 3]).collect();
+    let whole = MicroBatchOptions::default();
+    let by_library = MicroBatchOptions { ops: REFERENCE, ..whole };
+    let compute = |weights: &[f32], options, label_count| {
+        let input = super::MicroBatchInput { weights, ..input };
+        let staged = input.stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
+        forward_backward_staged(&config, &params, &balance, staged, label_count, options).unwrap()
+    };
+    let weighted = super::MicroBatchInput { weights: &drawn, ..input };
+    let prepared = weighted.prepare(&config, Device::Cpu).unwrap();
+    let (_, grads) = oracle::forward_backward(&config, &specs, &params, &balance, &prepared, 200);
+    for options in [whole, whole.cut(Cut { chunks: 4, shards: 2 }), by_library] {
+        let (plain, out) = (compute(&[], options, 200), compute(&drawn, options, 200));
+        assert_eq!(plain.token_losses, out.token_losses);
+        assert_eq!((plain.loss, plain.labels), (out.loss, out.labels));
+        for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
+            let error = relative(a, b);
+            assert!(error < 2e-5, "{options:?} {}: {error:e}", spec.name);
+        }
+        // A power of two and as many times the labels cancel exactly, and a weight of 1 changes no bit.
+        let twice = vec![2.0; input.rows];
+        assert!(same_bits(&plain, &compute(&twice, options, 400)));
+        assert!(same_bits(&plain, &compute(&vec![1.0; input.rows], options, 200)));
+        assert!(!same_bits(&plain, &out));
+    }
+    for wrong in [vec![1.0], vec![0.0; input.rows], vec![f32::NAN; input.rows]] {
+        let input = super::MicroBatchInput { weights: &wrong, ..input };
+        assert!(input.check(&config).is_err(), "{wrong:?}");
     }
 }

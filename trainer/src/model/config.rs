@@ -3,14 +3,19 @@
 use std::collections::BTreeMap;
 
 use contract::fault::nearest;
-use contract::{Digestible, Fault, Hasher, Result};
+use contract::{Fault, Result};
+use kernels::ops::linear_router::TopK;
 use schemars::{JsonSchema, Schema, schema_for};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::kinds::{Attention, FeedForward, unfit};
+use super::kinds::{
+    Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind, unfit,
+};
 
-/// What the 17th router class, which has no expert, contributes to the stream.
+mod digest;
+
+/// What the router's class without an expert contributes to the stream: ZAYA1's 17th.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum SkipOutput {
@@ -18,6 +23,8 @@ pub enum SkipOutput {
     Zero,
     /// Its probability times the layer's normed input: Zyphra's meaning.
     Identity,
+    /// There is no such class: every class has an expert.
+    None,
 }
 
 impl SkipOutput {
@@ -26,6 +33,7 @@ impl SkipOutput {
         match self {
             SkipOutput::Zero => "zero",
             SkipOutput::Identity => "identity",
+            SkipOutput::None => "none",
         }
     }
 }
@@ -56,7 +64,7 @@ impl Decay {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ZayaConfig {
-    /// Rows of the embedding, which is also the output head.
+    /// Rows of the embedding and of the output head.
     pub vocab_size: i64,
     /// Width of the residual stream.
     pub hidden_size: i64,
@@ -70,9 +78,9 @@ pub struct ZayaConfig {
     pub head_dim: i64,
     /// Width of an expert, and of a plain feed-forward, per side of its gated unit.
     pub moe_intermediate_size: i64,
-    /// Experts; the router has one class more.
+    /// Experts; the router has one class more, unless `skip` is `none`.
     pub num_experts: i64,
-    /// Experts per token: always 1.
+    /// Experts per token, 1 to 8; 1 with the router `mlp`.
     pub num_experts_per_tok: i64,
     /// Width of the router's state.
     pub router_hidden_size: i64,
@@ -92,13 +100,13 @@ pub struct ZayaConfig {
     pub rope_theta: f64,
     /// Part of each head that is rotated.
     pub partial_rotary_factor: f64,
-    /// Whether head and embedding are one matrix: always.
+    /// Whether head and embedding are one matrix; otherwise the head has its own.
     pub tie_word_embeddings: bool,
     /// Biases in the attention projections: never.
     pub attention_bias: bool,
     /// A bias in the head: never.
     pub lm_head_bias: bool,
-    /// What the skip class contributes.
+    /// What the skip class contributes, or `none` without such a class.
     pub skip: SkipOutput,
     /// Whether attention, convolutions and the value shift stop at document boundaries. The reference
     /// implementation does not (`false`): there only rows separate.
@@ -108,12 +116,24 @@ pub struct ZayaConfig {
     pub loss_chunk: i64,
     /// Kinds of attention, first layer to last; where there are more layers they come again. ZAYA1 has `["cca"]`.
     pub layers: Vec<Attention>,
-    /// Kinds of feed-forward, likewise. ZAYA1 has `["moe"]`, which is what a start says that was made before there were
-    /// others.
-    #[serde(default = "experts")]
+    /// Kinds of feed-forward, likewise. ZAYA1 has `["moe"]`.
     pub feed_forward: Vec<FeedForward>,
     /// Of linear attention.
     pub linear_decay: Decay,
+    /// Whether grouped-query attention norms each query and key head before their rotation, as in Qwen3.
+    pub qk_norm: bool,
+    /// How a sublayer's output joins the residual.
+    pub residual: ResidualKind,
+    /// How a token's experts are chosen.
+    pub router: RouterKind,
+    /// Whether the probabilities of a token's experts are divided by their sum.
+    pub norm_topk_prob: bool,
+    /// Experts of every token next to those of the router, each as wide as one: DeepSeekMoE's, without a gate.
+    pub num_shared_experts: i64,
+    /// What keeps the load of the experts even.
+    pub balance: BalanceKind,
+    /// In which dtype the head multiplies.
+    pub logits_dtype: LogitsDtype,
 }
 
 /// The JSON Schema of a curriculum with the keys of `[model]`, and by name (`presets`) what each preset gives them.
@@ -235,6 +255,7 @@ impl ZayaConfig {
     fn validate(&self, place: impl Fn(&str) -> String) -> Result<()> {
         self.validate_sizes(&place)?;
         self.validate_fixed(&place)?;
+        self.validate_experts(&place)?;
         let field = |name: &str, ok: bool, found: String, wanted: &str| {
             if ok { Ok(()) } else { Err(wrong(name, place(name), found, wanted)) }
         };
@@ -301,11 +322,9 @@ impl ZayaConfig {
     /// Checks fields that exist only so that Hugging Face's configurations can be read: each has one supported value.
     fn validate_fixed(&self, place: impl Fn(&str) -> String) -> Result<()> {
         let fixed = [
-            ("num_experts_per_tok", self.num_experts_per_tok.to_string(), "1"),
             ("cca_time0", self.cca_time0.to_string(), "2"),
             ("cca_time1", self.cca_time1.to_string(), "2"),
             ("hidden_act", self.hidden_act.clone(), "silu"),
-            ("tie_word_embeddings", self.tie_word_embeddings.to_string(), "true"),
             ("attention_bias", self.attention_bias.to_string(), "false"),
             ("lm_head_bias", self.lm_head_bias.to_string(), "false"),
         ];
@@ -322,12 +341,74 @@ impl ZayaConfig {
         Ok(())
     }
 
-    /// The first kind of layer that is not ZAYA1's, with its key: code for ZAYA1's layers alone refuses it by name.
+    /// Checks what a router and its experts require of each other.
+    fn validate_experts(&self, place: impl Fn(&str) -> String) -> Result<()> {
+        let (classes, shared) = (self.num_experts_per_tok, self.num_shared_experts);
+        let most = MOST_CLASSES.min(self.num_experts);
+        let by_network = self.router == RouterKind::Mlp;
+        let only = |value: &str| {
+            format!(
+                "{value}, the only value with router = \"mlp\", which is ZAYA1's; or router = \"linear\""
+            )
+        };
+        let checks = [
+            (
+                "num_experts_per_tok",
+                by_network && classes != 1,
+                classes.to_string(),
+                only("1"),
+            ),
+            (
+                "num_experts_per_tok",
+                !(1..=most).contains(&classes),
+                classes.to_string(),
+                format!("1 to {most}, at most {MOST_CLASSES} and num_experts"),
+            ),
+            (
+                "norm_topk_prob",
+                self.norm_topk_prob && classes == 1,
+                "true".to_owned(),
+                "false with num_experts_per_tok = 1: a probability over itself is 1, and its router learns nothing"
+                    .to_owned(),
+            ),
+            (
+                "skip",
+                by_network && self.skip == SkipOutput::None,
+                "\"none\"".to_owned(),
+                only("\"zero\" or \"identity\""),
+            ),
+            (
+                "balance",
+                by_network && self.balance == BalanceKind::None,
+                "\"none\"".to_owned(),
+                only("\"bias\""),
+            ),
+            (
+                "num_shared_experts",
+                !(0..=1 << 12).contains(&shared),
+                shared.to_string(),
+                format!("0 to {}", 1 << 12),
+            ),
+        ];
+        match checks.into_iter().find(|(_, odd, ..)| *odd) {
+            None => Ok(()),
+            Some((name, _, found, wanted)) => Err(wrong(name, place(name), found, &wanted)),
+        }
+    }
+
+    /// The first key whose value is not ZAYA1's, with the value: code for ZAYA1 alone refuses it by name.
     pub fn foreign(&self) -> Option<(&'static str, &'static str)> {
         let attention = self.layers.iter().find(|kind| **kind != Attention::Cca);
         let feed_forward = self.feed_forward.iter().find(|kind| **kind != FeedForward::Moe);
         let attention = attention.map(|kind| ("layers", kind.name()));
-        attention.or(feed_forward.map(|kind| ("feed_forward", kind.name())))
+        let scaled = self.residual == ResidualKind::Scaled;
+        let by_network = self.router == RouterKind::Mlp;
+        attention
+            .or(feed_forward.map(|kind| ("feed_forward", kind.name())))
+            .or((!scaled).then(|| ("residual", self.residual.name())))
+            .or((!by_network).then(|| ("router", self.router.name())))
+            .or((!self.tie_word_embeddings).then_some(("tie_word_embeddings", "false")))
+            .or((self.num_shared_experts > 0).then_some(("num_shared_experts", "more than 0")))
     }
 
     /// Width of all query heads together.
@@ -355,16 +436,19 @@ impl ZayaConfig {
         (self.head_dim as f64 * self.partial_rotary_factor) as i64
     }
 
-    /// Classes of the router: the experts, then the skip.
+    /// Classes of the router: the experts, then the skip, if there is one.
     pub(crate) fn router_classes(&self) -> i64 {
-        self.num_experts + 1
+        self.num_experts + i64::from(self.skip != SkipOutput::None)
+    }
+
+    /// The experts of a token.
+    pub(crate) fn top_k(&self) -> TopK {
+        TopK { count: self.num_experts_per_tok, normalized: self.norm_topk_prob }
     }
 }
 
-/// ZAYA1's feed-forward.
-fn experts() -> Vec<FeedForward> {
-    vec![FeedForward::Moe]
-}
+/// The most experts of a token.
+const MOST_CLASSES: i64 = 8;
 
 fn wrong(key: &str, place: String, found: String, wanted: &str) -> Fault {
     let what = format!("the model cannot have this `{key}`");
@@ -444,97 +528,15 @@ fn eight_billion() -> ZayaConfig {
         document_mask: true,
         loss_chunk: loss_chunk(262_272),
         layers: vec![Attention::Cca],
-        feed_forward: experts(),
+        feed_forward: vec![FeedForward::Moe],
         linear_decay: Decay::Retention,
-    }
-}
-
-impl Digestible for ZayaConfig {
-    fn feed(&self, hasher: &mut Hasher) {
-        let Self {
-            vocab_size,
-            hidden_size,
-            num_hidden_layers,
-            num_attention_heads,
-            num_key_value_heads,
-            head_dim,
-            moe_intermediate_size,
-            num_experts,
-            num_experts_per_tok,
-            router_hidden_size,
-            cca_time0,
-            cca_time1,
-            hidden_act,
-            rms_norm_eps,
-            initializer_range,
-            max_position_embeddings,
-            rope_theta,
-            partial_rotary_factor,
-            tie_word_embeddings,
-            attention_bias,
-            lm_head_bias,
-            skip,
-            document_mask,
-            loss_chunk,
-            layers,
-            feed_forward,
-            linear_decay,
-        } = self;
-        hasher.tag("zaya-config.v1").str(hidden_act);
-        let sizes = [
-            vocab_size,
-            hidden_size,
-            num_hidden_layers,
-            num_attention_heads,
-            num_key_value_heads,
-            head_dim,
-            moe_intermediate_size,
-            num_experts,
-            num_experts_per_tok,
-            router_hidden_size,
-            cca_time0,
-            cca_time1,
-            max_position_embeddings,
-            loss_chunk,
-        ];
-        sizes.into_iter().for_each(|&size| {
-            hasher.u64(size as u64);
-        });
-        let reals = [rms_norm_eps, initializer_range, rope_theta, partial_rotary_factor];
-        reals.into_iter().for_each(|real| {
-            hasher.u64(real.to_bits());
-        });
-        for flag in [tie_word_embeddings, attention_bias, lm_head_bias, document_mask] {
-            hasher.u64(u64::from(*flag));
-        }
-        hasher.str(skip.name());
-        feed_attention(layers, *linear_decay, hasher);
-        feed_feed_forward(feed_forward, hasher);
-    }
-}
-
-/// ZAYA1 itself keeps the digest that it had before other kinds of layers existed.
-fn feed_attention(layers: &[Attention], decay: Decay, hasher: &mut Hasher) {
-    if *layers == [Attention::Cca] && decay == Decay::Retention {
-        return;
-    }
-    hasher.tag("zaya-config.layers.v1").u64(layers.len() as u64);
-    for layer in layers {
-        hasher.str(layer.name());
-    }
-    hasher.str(match decay {
-        Decay::None => "none",
-        Decay::Retention => "retention",
-    });
-}
-
-/// Likewise, experts add nothing to the digest.
-fn feed_feed_forward(kinds: &[FeedForward], hasher: &mut Hasher) {
-    if *kinds != [FeedForward::Moe] {
-        hasher.tag("zaya-config.feed-forward.v1").u64(kinds.len() as u64);
-        for kind in kinds {
-            hasher.str(kind.name());
-        }
+        qk_norm: false,
+        residual: ResidualKind::Scaled,
+        router: RouterKind::Mlp,
+        norm_topk_prob: false,
+        num_shared_experts: 0,
+        balance: BalanceKind::Bias,
+        logits_dtype: LogitsDtype::Model,
     }
 }
 

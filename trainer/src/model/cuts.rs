@@ -20,14 +20,14 @@ use super::{
 };
 
 /// The model of a test.
-struct Model {
-    config: ZayaConfig,
+pub(super) struct Model {
+    pub(super) config: ZayaConfig,
     params: Vec<Tensor>,
     balance: Vec<Tensor>,
 }
 
 impl Model {
-    fn micro_batch(
+    pub(super) fn micro_batch(
         &self,
         input: &MicroBatchInput<'_>,
         options: MicroBatchOptions,
@@ -38,7 +38,7 @@ impl Model {
     }
 
     /// Asserts that losses and gradients match autograd in f64.
-    fn assert_differentiated(&self, arrays: &Arrays, options: MicroBatchOptions) {
+    pub(super) fn assert_differentiated(&self, arrays: &Arrays, options: MicroBatchOptions) {
         let prepared = arrays.input().prepare(&self.config, Device::Cpu).unwrap();
         let specs = parameters(&self.config);
         let (losses, grads) = oracle::forward_backward(
@@ -65,7 +65,7 @@ fn model(skip: SkipOutput) -> (Model, Arrays) {
     model_of(ZayaConfig { skip, ..ZayaConfig::preset("zaya1-nano").unwrap() })
 }
 
-fn model_of(config: ZayaConfig) -> (Model, Arrays) {
+pub(super) fn model_of(config: ZayaConfig) -> (Model, Arrays) {
     let (config, params, balance, arrays) = middling_of(config);
     (Model { config, params, balance }, arrays)
 }
@@ -74,7 +74,7 @@ fn cut(chunks: u64) -> MicroBatchOptions {
     both(chunks, 1)
 }
 
-fn both(chunks: u64, shards: u64) -> MicroBatchOptions {
+pub(super) fn both(chunks: u64, shards: u64) -> MicroBatchOptions {
     MicroBatchOptions::default().cut(Cut { chunks, shards })
 }
 
@@ -171,6 +171,7 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
             weights: Weights(params),
             folded: None,
             balance: &[],
+            neutral: None,
             kind: Kind::Float,
         };
         Layer::forward(&layer, &pass, std::slice::from_ref(&x), None).unwrap().out.pop().unwrap()

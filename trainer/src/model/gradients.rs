@@ -23,7 +23,7 @@ pub trait GradientSink {
     /// Takes the sums over the local chunks where other ranks of a line have the other chunks: their blocks in the
     /// tree, in its order. All ranks pass the same parameters in the same order.
     fn part(&mut self, id: ParamId, _: GradientTerm, _: Vec<ChunkSum>) -> Result<()> {
-        Err(Fault::bug(format!("nobody adds up the parts of parameter {}", id.index())))
+        Err(Fault::bug(format!("no layer adds up the parts of parameter {}", id.index())))
     }
 }
 

@@ -19,6 +19,8 @@ pub struct MicroBatchInput<'a> {
     pub mask: &'a [u8],
     /// Starts of documents inside each row; the first is 0.
     pub boundaries: &'a [Vec<u32>],
+    /// For each row: what the losses of its labels are multiplied by in the gradient; empty if each is 1.
+    pub weights: &'a [f32],
     /// Sequences.
     pub rows: usize,
     /// Tokens in a sequence.
@@ -36,6 +38,8 @@ pub struct CheckedMicroBatch {
     /// Whether positions count from the start of each document; otherwise from the start of each row.
     pub(super) by_document: bool,
     pub(super) label_count: u64,
+    /// As in [`MicroBatchInput::weights`].
+    pub(super) weights: Vec<f32>,
 }
 
 /// A micro-batch on the device, with the tensors that follow from its boundaries.
@@ -45,7 +49,7 @@ pub(super) struct DeviceMicroBatch {
     pub(super) tokens: Tensor,
     /// `[tokens]`, i64.
     pub(super) labels: Tensor,
-    /// `[tokens]`, f32: 1 or 0.
+    /// `[tokens]`, f32: the weight of its loss where there is a label, otherwise 0.
     pub(super) mask: Tensor,
     /// `[tokens]`, i64: index in the span, for rotary embedding.
     pub(super) positions: Tensor,
@@ -74,6 +78,12 @@ impl MicroBatchInput<'_> {
         }
         if self.boundaries.len() != self.rows {
             return bug(format!("{} rows, boundaries of {}", self.rows, self.boundaries.len()));
+        }
+        let weights = self.weights;
+        if ![0, self.rows].contains(&weights.len())
+            || weights.iter().any(|weight| !(*weight > 0.0 && weight.is_finite()))
+        {
+            return bug(format!("{} rows with the weights {weights:?}", self.rows));
         }
         let valid = |starts: &Vec<u32>| {
             starts.first() == Some(&0)
@@ -115,6 +125,7 @@ impl MicroBatchInput<'_> {
             seq_len: self.seq_len as i64,
             by_document: config.document_mask,
             label_count: self.mask.iter().filter(|mask| **mask != 0).count() as u64,
+            weights: self.weights.to_vec(),
         })
     }
 

@@ -39,6 +39,8 @@ kinds! {
         Cca = "cca",
         /// Linear attention: a state of fixed size in place of keys and values.
         Linear = "linear",
+        /// Grouped-query attention, as in Llama: rotary embedding and softmax, without convolutions or value shift.
+        Gqa = "gqa",
     }
 }
 
@@ -49,6 +51,47 @@ kinds! {
         Moe = "moe",
         /// One gated unit for every token, as wide inside as an expert.
         Mlp = "mlp",
+    }
+}
+
+kinds! {
+    /// How a sublayer's output joins the residual.
+    ResidualKind {
+        /// The sum of both, each with learned scales and biases, ZAYA1's.
+        Scaled = "scaled",
+        /// Their sum.
+        Plain = "plain",
+    }
+}
+
+kinds! {
+    /// What chooses a token's experts.
+    RouterKind {
+        /// A small network over a state that runs through the layers, ZAYA1's.
+        Mlp = "mlp",
+        /// One matrix, from the width of the residual to the classes.
+        Linear = "linear",
+    }
+}
+
+kinds! {
+    /// What keeps the load of the experts even.
+    BalanceKind {
+        /// Biases that are added to the probabilities for the choice, and follow the load, ZAYA1's.
+        Bias = "bias",
+        /// Nothing.
+        None = "none",
+    }
+}
+
+kinds! {
+    /// In which dtype the head multiplies.
+    LogitsDtype {
+        /// The run's `dtype`.
+        Model = "model",
+        /// 32-bit floats, as ZAYA1 is trained and served (`zaya_high_prec`): also under bf16, where both factors of
+        /// the product are widened first.
+        F32 = "f32",
     }
 }
 

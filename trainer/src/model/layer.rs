@@ -31,6 +31,8 @@ pub(super) struct Pass<'a> {
     pub(super) folded: Option<ShardedWeights<'a>>,
     /// Balancing biases by layer.
     pub(super) balance: &'a [Tensor],
+    /// `[D]` each: a scale of 1 and a bias of 0, where the residual is plain.
+    pub(super) neutral: Option<[Tensor; 2]>,
     /// The dtype of the operands of large matmuls.
     pub(super) kind: Kind,
 }
@@ -40,6 +42,12 @@ impl Pass<'_> {
     /// ranks; then all, so that each shard is received once.
     pub(super) fn together(&self, chunks: usize) -> usize {
         if self.folded.is_some() { chunks } else { 1 }
+    }
+
+    /// The scale and the bias of a plain residual.
+    pub(super) fn neutral(&self) -> Result<[&Tensor; 2]> {
+        let missing = || Fault::bug("a pass over a plain residual has no scale of 1");
+        self.neutral.as_ref().map(<[Tensor; 2]>::each_ref).ok_or_else(missing)
     }
 
     /// A matmul whose result is a weight's gradient; with several chunks it is one term of a sum.
@@ -65,7 +73,7 @@ pub(super) struct Forward<S> {
     pub(super) out: Vec<Tensor>,
     /// `[n, R]`: the router state for the layers after this one.
     pub(super) state: Option<Vec<Tensor>>,
-    /// Tokens by router class, the skip last, i64; `None` without a router.
+    /// Tokens by expert, and last those without one, i64; `None` without a router.
     pub(super) counts: Option<Tensor>,
     /// What its backward pass reads.
     pub(super) saved: S,
@@ -104,8 +112,8 @@ pub(super) trait LayerKind: Send + Sync + Sized + 'static {
     /// Declares its parameters, in canonical order.
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, place: LayerPlace) -> Self;
 
-    /// Classes of its router, the skip last. 0 without a router: then there are no balancing biases, and nothing is
-    /// counted. Only a feed-forward may have one.
+    /// Classes by which it counts its tokens: its experts, and last those without one. 0 without a router: then there
+    /// are no balancing biases, and nothing is counted. Only a feed-forward may have one.
     fn classes(&self, _: &ZayaConfig) -> usize {
         0
     }

@@ -154,7 +154,8 @@ pub(super) struct Table {
     at: BTreeMap<i64, i64>,
     /// Rows of a chunk.
     size: i64,
-    own: Vec<u64>,
+    /// The chunks of this rank.
+    chunks: Vec<u64>,
 }
 
 impl Table {
@@ -165,10 +166,10 @@ impl Table {
         reads: impl Fn(u64) -> Vec<Rows>,
         on: tch::Device,
     ) -> Result<Table> {
-        let own = dealt.own();
-        let mut table = Table { give: vec![], take: vec![], at: BTreeMap::new(), size, own };
+        let chunks = dealt.own();
+        let mut table = Table { give: vec![], take: vec![], at: BTreeMap::new(), size, chunks };
         let needed = reads(dealt.place);
-        let mut end = table.own.len() as i64 * size;
+        let mut end = table.chunks.len() as i64 * size;
         for place in 0..dealt.degree {
             let from = |rows: &&Rows, place| dealt.place_of(rows.chunk) == place;
             let other = place != dealt.place;
@@ -199,11 +200,11 @@ impl Table {
     }
 
     fn here(&self, chunk: u64, row: i64) -> i64 {
-        let at = self.own.partition_point(|own| *own < chunk) as i64;
+        let at = self.chunks.partition_point(|held| *held < chunk) as i64;
         at * self.size + row - chunk as i64 * self.size
     }
 
-    /// Begins to fetch the table, along `dim`; `own` has this rank's rows.
+    /// Begins to fetch the table, along `dim`; `tensor` has this rank's rows.
     pub(super) fn fetch<'a>(
         &self,
         line: Option<&'a dyn AxisComm>,
@@ -221,7 +222,7 @@ impl Table {
             shape[dim as usize] = *rows;
             parts.push(shape.clone());
         }
-        let coming = line.begin("rows beside a chunk", &give, &take, tensor.kind())?;
+        let coming = line.begin("rows next to a chunk", &give, &take, tensor.kind())?;
         Ok(PendingTable { tensor, dim, parts, coming: Some(coming) })
     }
 }

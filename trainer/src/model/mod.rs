@@ -43,6 +43,8 @@ mod zaya;
 #[cfg(test)]
 mod agreement;
 #[cfg(test)]
+mod baselines;
+#[cfg(test)]
 mod cuts;
 #[cfg(test)]
 mod oracle;
@@ -56,14 +58,14 @@ pub use fold::{Overlap, ShardedWeights, WeightShards};
 pub(crate) use gradients::ExpertNumbers;
 pub use gradients::{ChunkSum, CollectedGradients, GradientSink, GradientTerm};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
-pub use kinds::{Attention, FeedForward};
+pub use kinds::{Attention, BalanceKind, FeedForward, ResidualKind, RouterKind};
 pub use line::{Assignment, AxisComm, PendingReceive};
+pub(crate) use param::{HEAD, active_parameters, balance_name, initial};
 pub use param::{Init, ParamId, ParamSpec, Role, rounded};
-pub(crate) use param::{balance_name, initial};
 pub(crate) use probe::probe;
 pub use sharding::Sharding;
 pub use stage::{BatchBuffer, StagedMicroBatch};
-pub(crate) use zaya::router_classes;
+pub(crate) use zaya::{balance_sizes, router_classes};
 pub use zaya::{init, init_balance, parameters};
 
 use contract::{Fault, Result};
@@ -139,11 +141,13 @@ pub struct MicroBatchOutput {
     pub loss: f64,
     /// Tokens that had a label.
     pub labels: u64,
-    /// Gradient of `loss / label_count` for every parameter, in canonical order, f32; exact zeros where unused.
+    /// Gradient of `loss / label_count`, each row's losses times its weight, for every parameter, in canonical order,
+    /// f32; exact zeros where unused.
     pub grads: Vec<Tensor>,
     /// Loss of every token, `[rows * seq_len]`, f32; 0 where there is no label.
     pub token_losses: Tensor,
-    /// Tokens by layer and router class; the skip is the last class. Empty for a layer without a router.
+    /// Tokens by layer and expert, each token once for each of its experts; last those without an expert. Empty for a
+    /// layer without a router.
     pub counts: Vec<Vec<u64>>,
 }
 
@@ -173,10 +177,11 @@ impl MicroBatchLosses {
     }
 }
 
-/// Computes one micro-batch: forward, loss and backward of `sum of token losses / label_count`.
+/// Computes one micro-batch: forward, loss and backward of `sum of weighted token losses / label_count`. Losses are
+/// reported without their weights.
 ///
 /// `params` are in the order of [`parameters`], f32 or rounded by [`rounded`]; `balance` has one tensor of biases per
-/// layer, empty where the layer has no router. Neither is written, so several threads may compute micro-batches of the
+/// layer, empty where the layer has none. Neither is written, so several threads may compute micro-batches of the
 /// same weights at once, each with its own aliases ([`kernels::share`]).
 pub fn forward_backward(
     config: &ZayaConfig,
@@ -279,6 +284,21 @@ pub fn losses<'a>(
     number(&total(&losses)?)
 }
 
+/// The same, and whether each label is the most probable token at its place: what greedy decoding would write.
+pub fn scores<'a>(
+    how: impl Into<MicroBatchContext<'a>>,
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &MicroBatchInput,
+) -> Result<(f64, bool)> {
+    enter()?;
+    let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
+    let [losses, misses] =
+        model.with(how.into(), config, params, balance, &input, |pass| model.scores(pass))?;
+    Ok((number(&total(&losses)?)?, number(&total(&misses)?)? == 0.0))
+}
+
 /// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts; training never holds them all.
 pub fn logits(
     config: &ZayaConfig,
@@ -292,10 +312,10 @@ pub fn logits(
     model.with(options.into(), config, params, balance, &input, |pass| model.logits(pass))
 }
 
-/// Model FLOPs of forward and backward over `tokens`, of which layer by layer `routed` are routed to an expert, with
+/// Model FLOPs of forward and backward over `tokens`, which layer by layer are sent to experts `routed` times, with
 /// `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of attention
-/// inside each document, the router, the one expert of each routed token, and the head. Norms, activations, the
-/// optimizer and recomputation are not counted.
+/// inside each document, the router, the experts, and the head. Norms, activations, the optimizer and recomputation are
+/// not counted.
 pub(crate) fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
     Zaya::new(config).flops(config, tokens, routed, pairs)
 }
@@ -420,6 +440,7 @@ mod tests {
             positions: &positions,
             mask: &[1; 64],
             boundaries: &[vec![0], vec![0]],
+            weights: &[],
             rows: 2,
             seq_len: 32,
         };

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use kernels::ops::AttentionSpan;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::input::DeviceMicroBatch;
 use super::{ParamSpec, SkipOutput, ZayaConfig};
@@ -25,8 +25,9 @@ pub(super) fn forward_backward(
     let named = specs.iter().map(|spec| spec.name.as_str()).zip(&params).collect();
     let forward = Forward { config, input, params: named };
     let hidden = forward.body(balance);
-    let embedding = forward.p("embed_tokens.weight");
-    let log = hidden.linear(embedding, None::<&Tensor>).log_softmax(-1, Kind::Double);
+    let own = forward.params.get("lm_head.weight").copied();
+    let head = own.unwrap_or_else(|| forward.p("embed_tokens.weight"));
+    let log = hidden.linear(head, None::<&Tensor>).log_softmax(-1, Kind::Double);
     let losses = -log.gather(1, &input.labels.unsqueeze(1), false).squeeze_dim(1) * &input.mask;
     let loss = losses.sum(Kind::Double) / label_count as f64;
     (losses.detach(), Tensor::run_backward(&[loss], &params, false, false))
@@ -60,8 +61,29 @@ impl<'a> Below<'a> {
         rms_norm(x, self.p(&format!("{name}.weight")), self.0.config.rms_norm_eps)
     }
 
-    /// The scaled sum of a sublayer's output and the residual.
+    fn gated(&self, x: &Tensor, name: &str) -> Tensor {
+        let side = |side: &str| self.linear(x, &format!("{name}.{side}_proj"));
+        self.linear(&(side("gate").silu() * side("up")), &format!("{name}.down_proj"))
+    }
+
+    /// The sum of `count` experts without weights, which are parts of the matrices' inner width.
+    fn shared(&self, x: &Tensor, count: i64) -> Tensor {
+        let parts = |side: &str, dim| {
+            self.p(&format!("mlp.shared_experts.{side}_proj.weight")).chunk(count, dim)
+        };
+        let (gate, up, down) = (parts("gate", 0), parts("up", 0), parts("down", 1));
+        let experts = gate.iter().zip(up.iter().zip(&down)).map(|(gate, (up, down))| {
+            let product = x.linear(gate, None::<&Tensor>).silu() * x.linear(up, None::<&Tensor>);
+            product.linear(down, None::<&Tensor>)
+        });
+        experts.reduce(|sum, expert| sum + expert).unwrap()
+    }
+
+    /// The sum of a sublayer's output and the residual, scaled or not.
     fn residual(&self, out: &Tensor, residual: &Tensor, name: &str) -> Tensor {
+        if !self.has(&format!("{name}.residual_scale")) {
+            return out + residual;
+        }
         let p = |part: &str| self.p(&format!("{name}.{part}"));
         (out + p("hidden_states_bias")) * p("hidden_states_scale")
             + (residual + p("residual_bias")) * p("residual_scale")
@@ -75,8 +97,14 @@ impl Forward<'_> {
 
     fn body(&self, balance: &[Tensor]) -> Tensor {
         let embedded = self.p("embed_tokens.weight").index_select(0, &self.input.tokens);
-        let mut residual =
-            (embedded + self.p("input_hidden_states_bias")) * self.p("input_hidden_states_scale");
+        let scaled = self.params.contains_key("model.input_hidden_states_bias");
+        let mut residual = match scaled {
+            true => {
+                (embedded + self.p("input_hidden_states_bias"))
+                    * self.p("input_hidden_states_scale")
+            }
+            false => embedded,
+        };
         let mut state: Option<Tensor> = None;
         let rotary = Rotary::new(self.config, &self.input.positions);
         for (layer, balance) in balance.iter().enumerate() {
@@ -85,11 +113,14 @@ impl Forward<'_> {
             residual = at.residual(&out, &residual, "post_attention_residual_scale");
             let v = at.norm(&residual, "post_attention_layernorm");
             let out = match at.has("mlp.gate_proj.weight") {
-                true => at.linear(
-                    &(at.linear(&v, "mlp.gate_proj").silu() * at.linear(&v, "mlp.up_proj")),
-                    "mlp.down_proj",
-                ),
-                false => self.mixture(&at, &v, &mut state, balance),
+                true => at.gated(&v, "mlp"),
+                false => {
+                    let routed = self.mixture(&at, &v, &mut state, balance);
+                    match self.config.num_shared_experts {
+                        0 => routed,
+                        count => routed + at.shared(&v, count),
+                    }
+                }
             };
             residual = at.residual(&out, &residual, "post_mlp_residual_scale");
         }
@@ -100,11 +131,28 @@ impl Forward<'_> {
         if at.has("self_attn.gate_proj.weight") {
             return self.linear(at, u);
         }
+        if at.has("self_attn.q_proj.weight") {
+            return self.grouped(at, u, rotary);
+        }
         let project = |name: &str| at.linear(u, &format!("self_attn.qkv_proj.{name}"));
         let (query, key) = self.mixed(at, &project("q_proj"), &project("k_proj"));
         let (query, key) = self.normed(query, key, at.p("self_attn.qk_norm.temp"), rotary);
         let value = self.values(&project("v_proj_current"), &project("v_proj_delayed"));
         at.linear(&self.attend(&query, &key, &value), "self_attn.o_proj")
+    }
+
+    /// Grouped-query attention.
+    fn grouped(&self, at: &Below<'_>, u: &Tensor, rotary: &Rotary) -> Tensor {
+        let heads = |name: &str| {
+            let made = at.linear(u, &format!("self_attn.{name}_proj"));
+            made.view([u.size()[0], -1, self.config.head_dim])
+        };
+        let normed = |name: &str| match at.has(&format!("self_attn.{name}_norm.weight")) {
+            true => at.norm(&heads(name), &format!("self_attn.{name}_norm")),
+            false => heads(name),
+        };
+        let (query, key) = (rotary.turn(&normed("q")), rotary.turn(&normed("k")));
+        at.linear(&self.attend(&query, &key, &heads("v")), "self_attn.o_proj")
     }
 
     /// Linear attention over all pairs of a document.
@@ -146,6 +194,11 @@ impl Forward<'_> {
         state: &mut Option<Tensor>,
         balance: &Tensor,
     ) -> Tensor {
+        let experts = [at.p("mlp.experts.gate_up_proj"), at.p("mlp.experts.down_proj")];
+        if at.has("mlp.gate.weight") {
+            let probs = at.linear(v, "mlp.gate").softmax(-1, Kind::Double);
+            return self.experts(v, &probs, balance, experts);
+        }
         let mut own = at.linear(v, "mlp.gate.down_proj");
         if let Some(before) = &state {
             own += before * at.p("mlp.gate.router_states_scale");
@@ -155,7 +208,6 @@ impl Forward<'_> {
         let h = at.linear(&n, "mlp.gate.router_mlp.fc1").gelu("none");
         let h = at.linear(&h, "mlp.gate.router_mlp.fc2").gelu("none");
         let probs = at.linear(&h, "mlp.gate.router_mlp.out_proj").softmax(-1, Kind::Double);
-        let experts = [at.p("mlp.experts.gate_up_proj"), at.p("mlp.experts.down_proj")];
         self.experts(v, &probs, balance, experts)
     }
 
@@ -239,6 +291,7 @@ impl Forward<'_> {
         Tensor::cat(&parts, 0)
     }
 
+    /// Every expert computes every token; a token's weight is 0 for those that it did not choose.
     fn experts(
         &self,
         v: &Tensor,
@@ -246,29 +299,25 @@ impl Forward<'_> {
         balance: &Tensor,
         [gate_up, down]: [&Tensor; 2],
     ) -> Tensor {
-        let classes = self.config.router_classes();
-        let choice = (probs.detach() + balance).argmax(-1, false);
-        let weight = probs.gather(1, &choice.unsqueeze(1), false);
-        let order = choice.argsort_stable(true, 0, false);
-        let inverse = order.argsort_stable(true, 0, false);
-        let counts = choice.bincount(None::<&Tensor>, classes);
-        let counts: Vec<i64> = Vec::try_from(counts.to_device(Device::Cpu)).unwrap();
-        let sorted = v.index_select(0, &order).split_with_sizes(&counts, 0);
-        let (gate_up, down) = (gate_up.unbind(0), down.unbind(0));
-        let mut parts: Vec<Tensor> = sorted
-            .iter()
-            .zip(gate_up.iter().zip(&down))
-            .map(|(rows, (gate_up, down))| {
-                let both = rows.linear(gate_up, None::<&Tensor>).chunk(2, 1);
-                (both[0].silu() * &both[1]).linear(down, None::<&Tensor>)
-            })
-            .collect();
-        let skipped = &sorted[counts.len() - 1];
-        parts.push(match self.config.skip {
-            SkipOutput::Zero => skipped.zeros_like(),
-            SkipOutput::Identity => skipped.shallow_clone(),
-        });
-        Tensor::cat(&parts, 0).index_select(0, &inverse) * weight
+        let config = self.config;
+        let scores = if balance.numel() > 0 { probs.detach() + balance } else { probs.detach() };
+        let (_, choice) = scores.topk(config.num_experts_per_tok, -1, true, false);
+        let chosen = probs.zeros_like().scatter_value(1, &choice, 1.0);
+        let mut weights = probs * chosen;
+        if config.norm_topk_prob {
+            weights = &weights / weights.sum_dim_intlist(1, true, Kind::Double);
+        }
+        let weight = |class: i64| weights.narrow(1, class, 1);
+        let mut sum = match config.skip {
+            SkipOutput::Identity => v * weight(config.num_experts),
+            SkipOutput::Zero | SkipOutput::None => v.zeros_like(),
+        };
+        for expert in 0..config.num_experts {
+            let both = v.linear(&gate_up.get(expert), None::<&Tensor>).chunk(2, 1);
+            let out = (both[0].silu() * &both[1]).linear(&down.get(expert), None::<&Tensor>);
+            sum += out * weight(expert);
+        }
+        sum
     }
 }
 

@@ -31,7 +31,7 @@ pub enum Role {
     Matrix,
     /// `[experts, rows, columns]`: every expert's matrix is a separate Muon matrix.
     Experts,
-    /// Embedding and convolutions: AdamW.
+    /// Embedding, head and convolutions: AdamW.
     Elementwise,
     /// Biases, norms, scales, temperatures: AdamW without weight decay, since zero is not neutral for them.
     Vector,
@@ -84,6 +84,20 @@ impl ParamSpec {
     }
 }
 
+/// How many numbers of these parameters compute a token: all, but of the experts those that it is routed to.
+pub(crate) fn active_parameters(config: &ZayaConfig, specs: &[ParamSpec]) -> u64 {
+    let active = |spec: &ParamSpec| match spec.role {
+        Role::Experts => {
+            spec.elements() / config.num_experts as u64 * config.num_experts_per_tok as u64
+        }
+        _ => spec.elements(),
+    };
+    specs.iter().map(active).sum()
+}
+
+/// Name of an output head that is not the embedding.
+pub(crate) const HEAD: &str = "lm_head.weight";
+
 /// Name of the balancing biases of a layer: a buffer, not a parameter.
 pub(crate) fn balance_name(layer: i64) -> String {
     format!("model.layers.{layer}.mlp.gate.balancing_biases")
@@ -130,6 +144,12 @@ impl<'a> ParamDeclarations<'a> {
     /// The embedding, `[rows, columns]`.
     pub(super) fn embedding(&mut self, name: &str, zyphra: &str, shape: [i64; 2]) -> ParamId {
         self.drawn(name, zyphra, &shape, Role::Elementwise)
+    }
+
+    /// An output head that is not the embedding, `[rows, columns]`: outside of the other names, as in Hugging Face.
+    pub(super) fn head(&mut self, shape: [i64; 2]) -> ParamId {
+        let spec = self.spec("", "", &shape, Role::Elementwise);
+        self.push(ParamSpec { name: HEAD.to_owned(), zyphra: HEAD.to_owned(), ..spec })
     }
 
     /// A convolution that mixes channels, `[channels, inputs, taps]`: a matmul.

@@ -62,6 +62,7 @@ impl Arrays {
             positions: &self.positions,
             mask: &self.mask,
             boundaries: &self.boundaries,
+            weights: &[],
             rows: self.rows,
             seq_len: self.seq_len,
         }

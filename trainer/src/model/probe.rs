@@ -41,6 +41,7 @@ mod tests {
             positions: &positions,
             mask: &[1; 40],
             boundaries: &boundaries,
+            weights: &[],
             rows: 2,
             seq_len: 20,
         };

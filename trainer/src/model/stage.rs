@@ -10,7 +10,7 @@
 //! many as tokens, and the unused rest is not sent.
 
 use contract::{Fault, Result};
-use kernels::device::{Staged, Stager, StagingBuffer, StagingRing};
+use kernels::device::{self, Staged, Stager, StagingBuffer, StagingRing};
 use loader::{BatchMemory, Columns, ColumnsMut};
 use tch::{Device, Kind, Tensor};
 
@@ -165,11 +165,18 @@ impl StagedMicroBatch {
                     row.f_repeat([micro_batch.rows])?
                 }
             };
+            let mut mask = part(&flags, 0)?;
+            if !micro_batch.weights.is_empty() {
+                // A row is text of one source. The head scales gradients by the mask, so weights cost no kernel there.
+                let weights = device::floats(mask.device(), &micro_batch.weights)?;
+                let rows = mask.f_view([micro_batch.rows, -1])?;
+                mask = rows.f_mul(&weights.f_unsqueeze(1)?)?.f_view([-1])?;
+            }
             Ok(DeviceMicroBatch {
                 tokens: part(&words, 0)?,
                 labels: part(&words, column)?,
                 positions,
-                mask: part(&flags, 0)?,
+                mask,
                 starts: words.f_narrow(0, starts as i64, micro_batch.spans.len() as i64)?,
                 spans: micro_batch.spans,
                 rows: micro_batch.rows,
@@ -246,6 +253,7 @@ mod tests {
                 positions: &self.positions[at.clone()],
                 mask: &self.mask[at],
                 boundaries: &self.boundaries[number * rows..(number + 1) * rows],
+                weights: &[],
                 rows,
                 seq_len,
             }

@@ -5,8 +5,10 @@
 //! residual = (embedding[token] + bias) * scale
 //! for each layer, first its attention, then its feed-forward:
 //!     residual = scaled sum of layer(norm(residual)) and residual
-//! loss     = cross-entropy of norm(residual) times the embedding
+//! loss     = cross-entropy of norm(residual) times the embedding, or a head of its own
 //! ```
+//!
+//! A plain residual has no scales: it is the sum.
 //!
 //! With [`ActivationCheckpointing::LayerInputs`] a layer's activations are recomputed from its input for the backward
 //! pass: the same calls, so the same bits.
@@ -17,20 +19,24 @@
 use std::any::Any;
 
 use contract::{Fault, Result};
-use tch::{Kind, Tensor};
+use kernels::ops::CrossEntropy;
+use tch::{Device, Kind, Tensor};
 
 use super::activity::{LayerActivity, squares};
 use super::cut::{Chunks, joined};
 use super::flow::{Hidden, HiddenGrad};
 use super::gradients::{GradientSink, GradientTerm, Gradients};
 use super::input::DeviceMicroBatch;
+use super::kinds::{BalanceKind, ResidualKind, RouterKind};
 use super::layer::{AnyLayer, Backward, LayerConstructor, LayerPlace, LayerWork, Pass};
 use super::layers::embedding::Embedding;
 use super::layers::norm::{NormOutputGrads, Residual, RmsNorm, SavedNorm};
 use super::layers::{head, make_attention, make_feed_forward};
 use super::line::SharedRows;
-use super::param::{ParamDeclarations, ParamSpec, Weights, initial};
-use super::{ActivationCheckpointing, MicroBatchContext, MicroBatchOptions, ZayaConfig};
+use super::param::{ParamDeclarations, ParamId, ParamSpec, Weights, initial};
+use super::{
+    ActivationCheckpointing, MicroBatchContext, MicroBatchOptions, SkipOutput, ZayaConfig,
+};
 use crate::refusal::refused;
 use crate::timing::{StepPart, part};
 
@@ -39,21 +45,32 @@ pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
     Zaya::new(config).params
 }
 
-/// Classes of each layer's router, the skip last; 0 where a layer has no router.
+/// Classes by which each layer counts its tokens: its experts, and last those without one; 0 without a router.
 pub(crate) fn router_classes(config: &ZayaConfig) -> Vec<usize> {
     Zaya::new(config).layers.iter().map(|layer| layer.classes(config)).collect()
 }
 
-/// The initial balancing biases, one tensor per layer: 0, and -1 for the skip class; empty without a router.
+/// Balancing biases of each layer: one for each class of its router; 0 without a router, and where nothing balances it.
+pub(crate) fn balance_sizes(config: &ZayaConfig) -> Vec<usize> {
+    let biases = match config.balance {
+        BalanceKind::Bias => config.router_classes() as usize,
+        BalanceKind::None => 0,
+    };
+    let layer = |classes: usize| if classes > 0 { biases } else { 0 };
+    router_classes(config).into_iter().map(layer).collect()
+}
+
+/// The initial balancing biases, one tensor per layer: 0, and -1 for the skip class; empty where there are none.
 pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
+    let skip = i64::from(config.skip != SkipOutput::None);
     let biases = |classes: usize| {
         let biases = Tensor::zeros([classes as i64], tch::kind::FLOAT_CPU);
-        if let Some(skip) = classes.checked_sub(1) {
-            let _ = biases.narrow(0, skip as i64, 1).fill_(-1.0);
+        if classes > 0 {
+            let _ = biases.narrow(0, classes as i64 - skip, skip).fill_(-1.0);
         }
         biases
     };
-    router_classes(config).into_iter().map(biases).collect()
+    balance_sizes(config).into_iter().map(biases).collect()
 }
 
 /// The initial weights, in f32, on CPU.
@@ -64,12 +81,21 @@ pub fn init(config: &ZayaConfig, seed: u64) -> kernels::Result<Vec<Tensor>> {
     parameters(config).iter().map(whole).collect()
 }
 
+/// A scale of 1 and a bias of 0.
+fn neutral(config: &ZayaConfig, device: Device) -> kernels::Result<[Tensor; 2]> {
+    let options = (Kind::Float, device);
+    let size = [config.hidden_size];
+    Ok([Tensor::f_ones(size, options)?, Tensor::f_zeros(size, options)?])
+}
+
 /// The model: its parameters as declared, and the layers that read them.
 pub(super) struct Zaya {
     params: Vec<ParamSpec>,
     embedding: Embedding,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
+    /// `[V, D]`: the embedding, or a matrix of its own.
+    head: ParamId,
 }
 
 /// A layer: attention, then feed-forward.
@@ -115,7 +141,8 @@ struct HeadGrads {
     losses: Tensor,
     /// Gradient of the final normed residual, by chunk.
     hidden: Vec<Tensor>,
-    /// Gradient of the embedding as the head, if there is one chunk; with several, each chunk's is in the sink already.
+    /// Gradient of the embedding as the head, if there is one chunk; otherwise the head's gradient is in the sink
+    /// already.
     weights: Option<Tensor>,
 }
 
@@ -144,7 +171,11 @@ impl Zaya {
             layers.push(DecoderLayer::declare(&mut root, config, place, makes));
         }
         let norm = RmsNorm::declare(&mut root, config, "norm.weight", "final_norm.weight");
-        Zaya { params, embedding, layers, norm }
+        let head = match config.tie_word_embeddings {
+            true => embedding.tokens,
+            false => root.head([config.vocab_size, config.hidden_size]),
+        };
+        Zaya { params, embedding, layers, norm, head }
     }
 
     /// Runs a pass over `input` with these weights, in canonical order, and balancing biases.
@@ -161,11 +192,16 @@ impl Zaya {
         let MicroBatchOptions { ops, cut, .. } = options;
         let chunks = &Chunks::new(config, input, cut.chunks, line)?;
         let (weights, shards) = (Weights(weights), cut.shards as i64);
-        let kind = weights[self.embedding.tokens].kind();
-        work(&Pass { ops, config, chunks, shards, weights, folded, balance, kind })
+        let table = &weights[self.embedding.tokens];
+        let neutral = match config.residual {
+            ResidualKind::Scaled => None,
+            ResidualKind::Plain => Some(neutral(config, table.device()).map_err(refused)?),
+        };
+        let kind = table.kind();
+        work(&Pass { ops, config, chunks, shards, weights, folded, balance, neutral, kind })
     }
 
-    /// Forward, loss and backward of the sum of token losses over `label_count`.
+    /// Forward, loss and backward of the sum of weighted token losses over `label_count`.
     pub(super) fn train(
         &self,
         pass: &Pass<'_>,
@@ -185,7 +221,7 @@ impl Zaya {
         Ok(MicroBatchResult { losses, counts })
     }
 
-    /// Losses, and gradients of their sum over `label_count`.
+    /// Losses, and gradients of their weighted sum over `label_count`.
     fn head(
         &self,
         pass: &Pass<'_>,
@@ -193,21 +229,22 @@ impl Zaya {
         label_count: u64,
         sink: &mut Gradients<'_>,
     ) -> Result<HeadGrads> {
-        let (table, mut weights) = (&pass.weights[self.embedding.tokens], None);
+        let (table, hidden) =
+            head::widened(pass, &pass.weights[self.head], hidden).map_err(refused)?;
+        let mut weights = None;
+        let tied = self.head == self.embedding.tokens;
+        let term = if tied { GradientTerm::First } else { GradientTerm::Only };
         let mut found: Vec<_> = hidden.iter().map(|_| None).collect();
         for chunk in pass.chunks.by_leaf() {
-            let head = head::of(pass, pass.chunks.of(chunk), table, &hidden[chunk]);
+            let head = head::of(pass, pass.chunks.of(chunk), &table, &hidden[chunk]);
             let back =
                 pass.ops.cross_entropy_backward(head, label_count as f64).map_err(refused)?;
             match pass.chunks.count() {
-                1 => weights = Some(back.weights),
-                _ => sink.of(chunk).term(
-                    self.embedding.tokens,
-                    GradientTerm::First,
-                    back.weights.into(),
-                )?,
+                1 if tied => weights = Some(back.weights),
+                _ => sink.of(chunk).term(self.head, term, back.weights.into())?,
             }
-            found[chunk] = Some((back.losses, back.hidden));
+            let hidden = back.hidden.f_to_kind(pass.kind).map_err(refused)?;
+            found[chunk] = Some((back.losses, hidden));
         }
         let (losses, hidden): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
         let losses = pass.chunks.in_sequence(&losses).map_err(refused)?;
@@ -217,20 +254,38 @@ impl Zaya {
     /// The loss of every token, `[N]`: forward only.
     pub(super) fn losses(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, ActivationCheckpointing::LayerInputs)?.hidden;
-        let embedding = &pass.weights[self.embedding.tokens];
-        let losses = pass.chunks.iter().zip(&hidden).map(|(chunk, hidden)| {
-            pass.ops.cross_entropy(head::of(pass, chunk, embedding, hidden))
-        });
-        let losses = losses.collect::<kernels::Result<Vec<_>>>();
-        losses.and_then(|losses| pass.chunks.in_sequence(&losses)).map_err(refused)
+        self.by_token(pass, &hidden, |head| pass.ops.cross_entropy(head))
+    }
+
+    /// The loss of every token, and 1 where another token is more probable than its label, `[N]` each: forward only.
+    pub(super) fn scores(&self, pass: &Pass<'_>) -> Result<[Tensor; 2]> {
+        let hidden = self.forward(pass, ActivationCheckpointing::LayerInputs)?.hidden;
+        let losses = self.by_token(pass, &hidden, |head| pass.ops.cross_entropy(head))?;
+        Ok([losses, self.by_token(pass, &hidden, |head| head::misses(pass.ops, &head))?])
+    }
+
+    /// A number of every token from the head, `[N]`, in the order of the micro-batch.
+    fn by_token(
+        &self,
+        pass: &Pass<'_>,
+        hidden: &[Tensor],
+        compute: impl Fn(CrossEntropy<'_>) -> kernels::Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (table, hidden) =
+            head::widened(pass, &pass.weights[self.head], hidden).map_err(refused)?;
+        let chunks = pass.chunks.iter().zip(&hidden);
+        let numbers = chunks.map(|(chunk, hidden)| compute(head::of(pass, chunk, &table, hidden)));
+        let numbers = numbers.collect::<kernels::Result<Vec<_>>>();
+        numbers.and_then(|numbers| pass.chunks.in_sequence(&numbers)).map_err(refused)
     }
 
     /// Logits of every token in the order of chunks, `[N, V]`.
     pub(super) fn logits(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, ActivationCheckpointing::LayerInputs)?.hidden;
-        let embedding = &pass.weights[self.embedding.tokens];
+        let (table, hidden) =
+            head::widened(pass, &pass.weights[self.head], &hidden).map_err(refused)?;
         let logits = |hidden| {
-            let logits = pass.ops.matmul(hidden, &embedding.f_tr()?)?;
+            let logits = pass.ops.matmul(hidden, &table.f_tr()?)?;
             Ok(logits.f_to_kind(Kind::Float)?)
         };
         let logits = hidden.iter().map(logits).collect::<kernels::Result<Vec<_>>>();
@@ -242,7 +297,9 @@ impl Zaya {
         let kept = self.forward(pass, ActivationCheckpointing::Everything)?.layers;
         let layer = |(layer, kept): (&DecoderLayer, SavedLayer)| match kept {
             SavedLayer::All(saved) => layer.probe(pass, &saved),
-            SavedLayer::Inputs(_) => Err(Fault::bug("a layer kept less than it was told to")),
+            SavedLayer::Inputs(_) => {
+                Err(Fault::bug("a layer saved less for its backward pass than was asked"))
+            }
         };
         self.layers.iter().zip(kept).map(layer).collect()
     }
@@ -349,7 +406,10 @@ impl Zaya {
         MicroBatchOptions { keep, cut, .. }: MicroBatchOptions,
     ) -> [u64; 2] {
         let routed = self.layers.iter().any(|layer| layer.classes(config) > 0);
-        let state = if routed { config.router_hidden_size as u64 } else { 0 };
+        let state = match config.router {
+            RouterKind::Mlp if routed => config.router_hidden_size as u64,
+            _ => 0,
+        };
         let width = config.hidden_size as u64;
         // The residual at each sublayer's input, f32, and the factors of its norm.
         let size = |half: &Sublayer| {

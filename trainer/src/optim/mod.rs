@@ -13,6 +13,7 @@ use contract::Result;
 pub use curriculum::guard;
 use curriculum::guard::SpikePolicy;
 use curriculum::rate::Schedule;
+use curriculum::{OptimizerSpec, ParamGroup};
 use kernels::ops::NewtonSchulzIterate;
 use kernels::record::Record;
 use tch::Tensor;
@@ -20,8 +21,6 @@ use tch::Tensor;
 use crate::model::{ParamSpec, Role};
 use crate::refusal::refused;
 use crate::workers::Workers;
-use adamw::AdamWScalars;
-use muon::MuonScalars;
 use norm::CHUNK;
 
 /// Chunks of an elementwise work item: enough to be worth scheduling, few enough to spread a large embedding.
@@ -51,8 +50,6 @@ pub struct OptimizerSettings {
     pub momentum: f64,
     /// Muon's.
     pub newton_schulz: NewtonSchulzIterate,
-    /// Decoupled weight decay, scaled by the learning rate of both optimizers.
-    pub weight_decay: f64,
     /// The largest gradient norm; 0 for no clipping.
     pub clip: f64,
     /// Which steps are skipped, and how the clip threshold follows the norms.
@@ -92,6 +89,29 @@ impl OptimizerRule {
     }
 }
 
+/// A parameter's own numbers: those of the optimizer, or of its group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ParamScales {
+    /// Multiplies the learning rate.
+    pub lr: f64,
+    /// Decoupled weight decay, scaled by the learning rate of both optimizers.
+    pub weight_decay: f64,
+}
+
+impl ParamScales {
+    /// Those of a parameter that is updated by `rule`.
+    pub fn of(optimizer: &OptimizerSpec, group: Option<&ParamGroup>, rule: OptimizerRule) -> Self {
+        let usual = match rule {
+            OptimizerRule::AdamW { decay: false } => 0.0,
+            _ => optimizer.weight_decay,
+        };
+        ParamScales {
+            lr: group.map_or(1.0, |group| group.lr_scale),
+            weight_decay: group.and_then(|group| group.weight_decay).unwrap_or(usual),
+        }
+    }
+}
+
 /// A work item: a matrix, or some chunks of a tensor.
 pub(crate) struct UpdateItem {
     pub(crate) weight: Tensor,
@@ -101,13 +121,14 @@ pub(crate) struct UpdateItem {
     pub(crate) first: Tensor,
     pub(crate) gradient: Tensor,
     pub(crate) how: UpdateKind,
+    pub(crate) scales: ParamScales,
     pub(crate) sums: ChecksumInputs,
 }
 
 /// How an item is updated.
 pub(crate) enum UpdateKind {
     Muon,
-    AdamW { second: Tensor, decay: bool },
+    AdamW { second: Tensor },
 }
 
 /// How its checksums are computed.
@@ -124,14 +145,12 @@ impl UpdateItem {
     fn part(&self, first: i64, cut: impl Fn(&Tensor) -> Tensor) -> UpdateItem {
         let how = match &self.how {
             UpdateKind::Muon => UpdateKind::Muon,
-            UpdateKind::AdamW { second, decay } => {
-                UpdateKind::AdamW { second: cut(second), decay: *decay }
-            }
+            UpdateKind::AdamW { second } => UpdateKind::AdamW { second: cut(second) },
         };
         let rounded = self.rounded.as_ref().map(|(to, at)| (to.shallow_clone(), at + first));
         let sums = ChecksumInputs { first: self.sums.first + first as u64, ..self.sums };
         let [weight, moment, gradient] = [&self.weight, &self.first, &self.gradient].map(cut);
-        UpdateItem { weight, rounded, first: moment, gradient, how, sums }
+        UpdateItem { weight, rounded, first: moment, gradient, how, scales: self.scales, sums }
     }
 
     /// The number of its chunks.
@@ -191,19 +210,7 @@ pub(crate) fn run(
     at: StepScalars,
     workers: Workers,
 ) -> Result<UpdateResults> {
-    let (StepScalars { step, lr, scale }, ops) = (at, workers.ops());
-    let muon = MuonScalars::at(lr, settings.weight_decay, settings.momentum)
-        .by_form(settings.newton_schulz);
-    let adamw = |decay: bool| {
-        AdamWScalars::at(
-            step,
-            lr,
-            if decay { settings.weight_decay } else { 0.0 },
-            settings.betas,
-            settings.eps,
-        )
-    };
-    let rules = together::StepRules { muon, plain: adamw(false), decayed: adamw(true), scale };
+    let (rules, ops) = (together::StepRules { settings, at }, workers.ops());
     let device = items.first().map_or(tch::Device::Cpu, |item| item.weight.device());
     let chunks = items.iter().map(UpdateItem::chunks).collect();
     let groups = match device {

@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::adamw::AdamWScalars;
 use super::muon::{MuonScalars, QUINTIC};
-use super::{OptimizerRule, UpdateItem, UpdateKind};
+use super::{OptimizerRule, OptimizerSettings, ParamScales, StepScalars, UpdateItem, UpdateKind};
 use crate::timing::{StepPart, part};
 
 /// Elements of matrices that are updated together on a device: limits the memory of their directions (256 MiB) and of
@@ -17,14 +17,9 @@ const ELEMENTS: usize = 1 << 26;
 
 /// The rules of one step.
 #[derive(Clone, Copy)]
-pub(super) struct StepRules {
-    pub(super) muon: MuonScalars,
-    /// Without weight decay.
-    pub(super) plain: AdamWScalars,
-    /// With weight decay.
-    pub(super) decayed: AdamWScalars,
-    /// Gradients are multiplied by this first.
-    pub(super) scale: f64,
+pub(super) struct StepRules<'a> {
+    pub(super) settings: &'a OptimizerSettings,
+    pub(super) at: StepScalars,
 }
 
 /// Groups items in their order so that a group's matrices have a bounded size; a larger matrix is a group by itself.
@@ -70,22 +65,33 @@ fn grouped<T>(items: Vec<T>, elements: impl Fn(&T) -> usize) -> Vec<Vec<T>> {
     groups
 }
 
-impl StepRules {
+impl StepRules<'_> {
+    fn muon(&self, by: ParamScales) -> MuonScalars {
+        let OptimizerSettings { momentum, newton_schulz, .. } = *self.settings;
+        MuonScalars::at(self.at.lr * by.lr, by.weight_decay, momentum).by_form(newton_schulz)
+    }
+
+    fn adamw(&self, by: ParamScales) -> AdamWScalars {
+        let (StepScalars { step, lr, .. }, settings) = (self.at, self.settings);
+        AdamWScalars::at(step, lr * by.lr, by.weight_decay, settings.betas, settings.eps)
+    }
+
     /// Updates the items and returns the results of [`Ops::update`]: the host does not wait.
     pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<UpdateItem>) -> Result<Tensor> {
         self.turn(ops, &mut items)?;
         let matrices = items.iter().all(|item| matches!(item.how, UpdateKind::Muon));
         let _watch = part(if matrices { StepPart::Muon } else { StepPart::AdamW });
         let mut moved = Vec::with_capacity(items.len());
-        for UpdateItem { weight, rounded, first, gradient, how, sums } in &mut items {
+        for UpdateItem { weight, rounded, first, gradient, how, scales, sums } in &mut items {
             let rule = match how {
-                UpdateKind::AdamW { second, decay } => {
-                    let by = if *decay { self.decayed } else { self.plain };
-                    UpdateRule::AdamW { by: by.rounded(self.scale), moments: [first, second] }
+                UpdateKind::AdamW { second } => {
+                    let by = self.adamw(*scales).rounded(self.at.scale);
+                    UpdateRule::AdamW { by, moments: [first, second] }
                 }
                 UpdateKind::Muon => {
                     let longest = weight.size().into_iter().max().unwrap_or(1);
-                    let (keep, rate) = (self.muon.keep as f32, self.muon.rate(longest) as f32);
+                    let by = self.muon(*scales);
+                    let (keep, rate) = (by.keep as f32, by.rate(longest) as f32);
                     UpdateRule::Muon { keep, rate, momentum: first }
                 }
             };
@@ -104,10 +110,11 @@ impl StepRules {
             return Ok(());
         }
         let _watch = part(StepPart::Muon);
-        let by = self.muon.momentum as f32;
+        let MuonScalars { momentum, newton_schulz, .. } = self.muon(matrices[0].scales);
+        let (by, scale) = (momentum as f32, self.at.scale as f32);
         let pairs = matrices.iter_mut().map(|item| (&mut item.first, &item.gradient));
-        let directions = ops.all_nesterov(&mut pairs.collect::<Vec<_>>(), by, self.scale as f32)?;
-        let turned = ops.all_newton_schulz(&directions, self.muon.newton_schulz)?;
+        let directions = ops.all_nesterov(&mut pairs.collect::<Vec<_>>(), by, scale)?;
+        let turned = ops.all_newton_schulz(&directions, newton_schulz)?;
         for (matrix, direction) in matrices.into_iter().zip(turned) {
             matrix.gradient = direction.f_contiguous()?;
         }
@@ -119,9 +126,7 @@ impl StepRules {
 mod tests {
     use super::*;
     use crate::optim::guard::SpikePolicy;
-    use crate::optim::{
-        self, ChecksumInputs, MatrixOptimizer, OptimizerSettings, StepScalars, UpdateResults,
-    };
+    use crate::optim::{self, ChecksumInputs, MatrixOptimizer, UpdateResults};
     use crate::workers::Workers;
     use curriculum::rate::Schedule;
     use kernels::checksum;
@@ -142,52 +147,51 @@ mod tests {
     #[test]
     fn a_group_is_its_items() {
         let at = StepScalars { step: 3, lr: 0.01, scale: 0.7 };
-        let schedule = Schedule { peak: 0.01, warmup_steps: 0, decay_steps: 0, last: 0.0 };
+        let schedule =
+            Schedule { peak: 0.01, spec: Default::default(), origin: Default::default() };
         let (kind, betas, guard) = (MatrixOptimizer::Muon, (0.9, 0.95), SpikePolicy::default());
-        let (eps, momentum, weight_decay, clip) = (1e-8, 0.95, 0.1, 1.0);
-        let newton_schulz = NewtonSchulzIterate::Gram;
+        let (eps, momentum, clip) = (1e-8, 0.95, 1.0);
         let settings = OptimizerSettings {
             kind,
             schedule,
             betas,
             eps,
             momentum,
-            newton_schulz,
-            weight_decay,
+            newton_schulz: NewtonSchulzIterate::Gram,
             clip,
             guard,
         };
         let items = || {
             let of = |shape: &[i64], seed: u64| crate::model::random(shape, seed);
             let sums = |first| ChecksumInputs { first, salts: [first + 1, first + 2, first + 3] };
-            let flat = |count: i64, seed: u64, decay| {
+            let flat = |count: i64, seed: u64, scales: ParamScales| {
                 let [weight, first, gradient] = [0, 1, 2].map(|index| of(&[count], seed + index));
-                let how = UpdateKind::AdamW { second: of(&[count], seed + 3).square(), decay };
+                let how = UpdateKind::AdamW { second: of(&[count], seed + 3).square() };
                 // In the middle of the tensor that the model reads.
                 let read = Tensor::zeros([count + 9], (tch::Kind::BFloat16, tch::Device::Cpu));
-                let rounded = decay.then_some((read, 5));
-                UpdateItem { weight, rounded, first, gradient, how, sums: sums(seed << 32) }
+                let rounded = (scales.lr == 1.0).then_some((read, 5));
+                let sums = sums(seed << 32);
+                UpdateItem { weight, rounded, first, gradient, how, scales, sums }
             };
-            let matrix = |shape: &[i64], seed: u64| {
+            let matrix = |shape: &[i64], seed: u64, scales: ParamScales| {
                 let [weight, first, gradient] = [0, 1, 2].map(|index| of(shape, seed + index));
                 let (how, sums) = (UpdateKind::Muon, sums(seed));
-                UpdateItem { weight, rounded: None, first, gradient, how, sums }
+                UpdateItem { weight, rounded: None, first, gradient, how, scales, sums }
             };
+            let [usual, other] =
+                [(1.0, 0.1), (0.5, 0.0)].map(|(lr, weight_decay)| ParamScales { lr, weight_decay });
             vec![
-                flat(70_000, 1, true),
-                matrix(&[9, 40], 5),
-                flat(3, 9, false),
-                matrix(&[40, 9], 13),
+                flat(70_000, 1, usual),
+                matrix(&[9, 40], 5, usual),
+                flat(3, 9, other),
+                matrix(&[40, 9], 13, other),
             ]
         };
         let alias = |item: &UpdateItem| item.part(0, Tensor::shallow_clone);
         let aliases = |items: &[UpdateItem]| items.iter().map(alias).collect();
         let (alone, listed) = (items(), items());
         let by_itself = optim::run(&settings, aliases(&alone), at, Workers::new(2)).unwrap();
-        let muon = MuonScalars::at(at.lr, settings.weight_decay, settings.momentum);
-        let adamw = |decay| AdamWScalars::at(at.step, at.lr, decay, settings.betas, settings.eps);
-        let (plain, decayed) = (adamw(0.0), adamw(settings.weight_decay));
-        let rules = StepRules { muon, plain, decayed, scale: at.scale };
+        let rules = StepRules { settings: &settings, at };
         let chunks = listed.iter().map(UpdateItem::chunks).collect();
         let mut together = UpdateResults { record: Record::default(), chunks };
         together.record.put(&rules.apply(CPU, aliases(&listed)).unwrap()).unwrap();

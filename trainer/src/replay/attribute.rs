@@ -16,14 +16,13 @@
 use std::ops::Range;
 
 use contract::{Fault, Key, Purpose, Result, draw};
-use loader::{Batch, OpenedCurriculum, RankSlice, explain};
+use loader::{Batch, RankSlice, explain};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::Replayer;
 use super::whatif::each_piece;
 use crate::change::DocumentsBySource;
-use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::Detail;
 use crate::waiting::WaitCounter;
@@ -119,7 +118,7 @@ pub fn attribute(
         .wanted(format!("A..B with B at most {steps}")));
     }
     let batch = replayer.batch(window.start)?;
-    let next = replayer.batch(window.end)?;
+    let next = target(replayer, window.end)?;
     let mut candidates = candidates(replayer, &batch, effort.documents)?;
     let before = replayer.state_after(window.start - 1)?;
     let runs = 1 + candidates.len() as u64 + effort.subsets;
@@ -272,14 +271,21 @@ fn trained(
         ban.entry(document.source.clone()).or_default().insert(document.document);
     }
     curriculum.amend(vec![Amendment { step: window.start, ban, ..Amendment::default() }]);
-    let opened = OpenedCurriculum::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
-    let (spec, mut state) = (RunSpec::new(&opened)?, before.copy()?);
+    let (mut changed, mut state) = (replayer.changed(&curriculum, window.start)?, before.copy()?);
     for step in window {
+        let spec = changed.spec();
         let batch = loader::batch(&spec.plan, &spec.data, step, RankSlice::WHOLE)?;
-        let (_, outcome) = replayer.compute(&spec, &mut state, &batch, Detail::Sums)?;
-        outcome?;
+        let (_, outcome) = replayer.compute(spec, &mut state, &batch, Detail::Sums)?;
+        changed.learn(&outcome?)?;
     }
     Ok(state)
+}
+
+/// The step whose mean loss is the target, without the weights by which it would train.
+fn target(replayer: &Replayer, step: u64) -> Result<Batch> {
+    let mut batch = replayer.batch(step)?;
+    batch.weights.clear();
+    Ok(batch)
 }
 
 /// Mean loss of a batch, and its gradient.

@@ -6,7 +6,7 @@ use std::collections::btree_map::Entry;
 use std::ops::Range;
 
 use contract::Result;
-use loader::{Batch, explain};
+use loader::{Batch, Infill, explain};
 use serde::Serialize;
 use store::{DocumentRecord, Split};
 
@@ -21,6 +21,8 @@ pub struct DocumentPlace {
     pub columns: Range<u32>,
     /// The first token, counted in the document.
     pub first_token: u64,
+    /// How it is rearranged for fill-in-the-middle, if it is.
+    pub infill: Option<Infill>,
 }
 
 /// One document of a step, and its share of the loss.
@@ -46,6 +48,9 @@ pub struct DocumentLoss {
     /// The positions of its parts in the batch.
     #[serde(skip)]
     pub places: Vec<DocumentPlace>,
+    /// What the losses of its labels are multiplied by in the gradient, unless that is 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_weight: Option<String>,
     /// Its tokens in this step.
     pub tokens: u64,
     /// Its labels in this step.
@@ -83,6 +88,7 @@ pub fn rank(
                 row,
                 columns: piece.place.clone(),
                 first_token: piece.in_document().start,
+                infill: piece.infill.clone(),
             });
             let places = piece.place.start as usize..piece.place.end as usize;
             entry.tokens += places.len() as u64;
@@ -119,6 +125,11 @@ fn describe(spec: &RunSpec, source: usize, record: &DocumentRecord) -> Result<Do
         group: record.group,
         bytes: record.bytes,
         kept: stream.source().kept(record),
+        loss_weight: spec
+            .plan
+            .objective(source)
+            .map(|objective| objective.loss_weight.to_string())
+            .filter(|weight| weight != "1"),
         places: Vec::new(),
         sequences: Vec::new(),
         tokens: 0,

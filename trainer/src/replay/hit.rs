@@ -120,8 +120,8 @@ pub(super) fn find(
     };
     if stage == StepStage::Forward && bit.is_none() {
         let words = format!(
-            "in {name} element {element} of {parameter} is farthest off, but no bit of it makes a micro-batch what the ledger \
-             says"
+            "in {name} element {element} of {parameter} is farthest off, but no flipped bit explains what the ledger says of a \
+             micro-batch"
         );
         return Ok((None, words));
     }

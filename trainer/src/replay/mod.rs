@@ -26,7 +26,8 @@ use std::sync::Arc;
 
 use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
-use loader::{Batch, OpenedCurriculum, RankSlice};
+use loader::{Batch, OpenedCurriculum, RankSlice, recorded};
+use mixer::Curriculum;
 use serde::Serialize;
 use store::Location;
 use tch::{Device, Tensor};
@@ -35,6 +36,7 @@ use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_
 use crate::ledger::{Ledger, StepDifference, StepRecord, StepStage};
 use crate::mesh::{Degrees, GradReduce, ProcessMesh, share};
 use crate::model::WeightShards;
+use crate::reaction::ReactingSpec;
 use crate::run::World;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -145,7 +147,8 @@ impl Replayer {
     ) -> Result<Self> {
         let folder = RunFolder::new(root);
         let ledger = folder.read_ledger()?;
-        let spec = RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
+        let mut spec =
+            RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
         let now = head(&spec, &world.runtime)?;
         compare_content(ledger.head(), &now, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
@@ -154,6 +157,7 @@ impl Replayer {
             format!("the kernel table differs: {key} was {before}, here it is {after}")
         });
         let recorded = together::agree(&spec, &ledger, world, &together)?;
+        spec.plan = recorded::extended(&spec.plan, &folder.ledger(), recorded)?;
         let kept =
             SavedStates::new(&folder, &world.runtime, SavedStateLimits { states: 0, bytes: 0 });
         Ok(Replayer {
@@ -375,6 +379,13 @@ impl Replayer {
         } else {
             Err(no_micro_batch(step.step, micro_batch, micro_batches))
         }
+    }
+
+    /// The specification of `curriculum`, which differs from the run's from step `first` on, after the steps before.
+    pub(crate) fn changed(&self, curriculum: &Curriculum, first: u64) -> Result<ReactingSpec> {
+        let (text, ledger) = (curriculum.canonical(), self.folder.ledger());
+        let opened = OpenedCurriculum::open_text(self.folder.curriculum(), text)?;
+        ReactingSpec::recorded(Arc::new(RunSpec::new(&opened)?), &ledger, first - 1)
     }
 
     /// The complete batch of a step.

@@ -8,13 +8,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use contract::{Class, Fault, Result};
-use loader::{Batch, OpenedCurriculum, explain};
+use loader::{Batch, explain};
 use serde::Serialize;
 
 use super::{Replayer, Verdict};
 use crate::change::{DocumentsBySource, WhatIfChange};
 use crate::optim::guard::Skipped;
-use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::Detail;
 use crate::waiting::WaitCounter;
@@ -60,9 +59,7 @@ pub fn imagine(
     let on = change.amended(spec, steps.start..spec.plan.steps() + 1, documents);
     let no_fork = on.err().map(|fault| fault.to_string());
     // Parsed from the text that a fork would train.
-    let amended =
-        OpenedCurriculum::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
-    let amended = RunSpec::new(&amended)?;
+    let mut amended = replayer.changed(&curriculum, steps.start)?;
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut original = Original::new(replayer, &state, &steps)?;
     let mut answer = WhatIfSteps { steps: Vec::new(), diverged: None, no_fork };
@@ -71,8 +68,8 @@ pub fn imagine(
         replayer.is_rank_0().then(|| WaitCounter::new("steps with the change", count));
     for step in steps {
         let was = original.step(replayer, step)?;
-        let batch = replayer.part(&amended, step)?;
-        let (_, outcome) = replayer.compute(&amended, &mut state, &batch, Detail::Sums)?;
+        let batch = replayer.part(amended.spec(), step)?;
+        let (_, outcome) = replayer.compute(amended.spec(), &mut state, &batch, Detail::Sums)?;
         let record = match outcome {
             Ok(record) => record,
             Err(fault) => {
@@ -80,6 +77,7 @@ pub fn imagine(
                 break;
             }
         };
+        amended.learn(&record)?;
         let (would_be, skipped) = ((record.loss, record.norm()), record.skipped);
         let dropped_labels = dropped_labels(replayer, step, change)?;
         answer.steps.push(WhatIfStep { step, dropped_labels, was, would_be, skipped });
@@ -141,10 +139,9 @@ fn find_documents(
         let batch = replayer.batch(step)?;
         each_piece(replayer, &batch, |source, piece, labels| {
             let name = all[source].name.as_str();
+            let (whole, id) = (replayer.spec().data.whole(name), piece.record.shown_id());
             let asked = ids.iter().filter(|_| labels > 0);
-            for asked in
-                asked.filter(|asked| WhatIfChange::drops(asked, name, &piece.record.shown_id()))
-            {
+            for asked in asked.filter(|asked| WhatIfChange::drops(asked, [name, whole], &id)) {
                 found.entry(name.to_owned()).or_default().insert(piece.document);
                 sources.entry(asked).or_default().insert(name);
             }
@@ -171,8 +168,10 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &WhatIfChange) -> Resu
     let (batch, mut dropped) = (replayer.batch(step)?, 0);
     each_piece(replayer, &batch, |source, piece, labels| {
         let name = &replayer.spec().plan.sources()[source].name;
-        let drops = |asked: &String| WhatIfChange::drops(asked, name, &piece.record.shown_id());
-        if drop_documents.iter().any(drops) || drop_sources.contains(name) {
+        let (whole, id) = (replayer.spec().data.whole(name), piece.record.shown_id());
+        let drops = |asked: &String| WhatIfChange::drops(asked, [name, whole], &id);
+        let dropped_source = |one: &String| [name.as_str(), whole].contains(&one.as_str());
+        if drop_documents.iter().any(drops) || drop_sources.iter().any(dropped_source) {
             dropped += labels;
         }
     })?;

@@ -51,6 +51,8 @@ pub struct EventLog {
     pub happenings: Vec<NotableEvent>,
     /// Validation losses by step.
     pub validation: BTreeMap<u64, ValidationPoint>,
+    /// Scores of tasks by step: curves as in [`crate::metrics`], by their names.
+    pub evaluation: BTreeMap<u64, BTreeMap<String, f64>>,
     /// The number of lines that could not be parsed.
     pub unreadable: u64,
     speeds: RecentValues,
@@ -171,6 +173,7 @@ impl EventLog {
             tokens: None,
             happenings: Vec::new(),
             validation: BTreeMap::new(),
+            evaluation: BTreeMap::new(),
             unreadable: 0,
             speeds: RecentValues::default(),
             odd: Vec::new(),
@@ -239,9 +242,10 @@ impl EventLog {
             _ => (),
         }
         let fields: Value = serde_json::from_slice(text).unwrap_or_default();
-        if event.event == "validation" {
-            self.validated(event.step, &fields);
-            return;
+        match event.event.as_str() {
+            "validation" => return self.validated(event.step, &fields),
+            "evaluation" => return self.evaluated(event.step, &fields),
+            _ => (),
         }
         if let Some((kind, words)) = self.happened(event, &fields) {
             let step = match kind {
@@ -293,6 +297,15 @@ impl EventLog {
         let sources = fields["sources"].as_object().into_iter().flatten();
         let sources = sources.filter_map(|(name, one)| Some((name.clone(), loss(one)?))).collect();
         self.validation.insert(step, ValidationPoint { all, sources });
+    }
+
+    fn evaluated(&mut self, step: u64, fields: &Value) {
+        let tasks = fields["tasks"].as_object().into_iter().flatten();
+        let curves = tasks.flat_map(|(task, scores)| {
+            let curve = move |name| Some((format!("{name}/{task}"), scores[name].as_f64()?));
+            ["accuracy", "accuracy_norm", "log_likelihood"].into_iter().filter_map(curve)
+        });
+        self.evaluation.insert(step, curves.collect());
     }
 
     /// The kind and description of an event. Some events add a second entry.

@@ -4,11 +4,13 @@
 //! first, steps                       the first step of the columns (1, or the first new one), and the ledger's last
 //! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step; with speed
 //! memory, router, layers, sources    bins of `width` steps, lane by lane within a bin
-//! phases, plan, skipped, curricula, happenings, validation, odd, lines, explained
+//! phases, plan, skipped, curricula, happenings, validation, evaluation, odd, lines, explained
 //! ```
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use contract::Result;
-use curriculum::{Curriculum, PhaseSegment};
+use curriculum::{Curriculum, MIX_PARTS, PhaseSegment};
 use serde_json::{Map, Value, json};
 
 use super::bins::{Bins, Merge, f32s, shares};
@@ -59,14 +61,15 @@ pub(super) fn run(view: &RunView, known: u64) -> Result<Value> {
         "memory": memory(view),
         "router": router(view),
         "layers": layers(view),
-        "sources": sources(view),
+        "sources": sources(view, &curriculum),
         "labels": view.labels,
         "phases": view.phases,
-        "plan": plan(&curriculum),
+        "plan": plan(&curriculum, &view.windows),
         "skipped": view.skipped.iter().map(|(step, why)| json!([step, why.words()])).collect::<Vec<_>>(),
         "curricula": curricula(view),
         "happenings": happenings(view.log()),
         "validation": validation(view.log()),
+        "evaluation": evaluation(view.log()),
         "odd": odd_lines,
         "odd_count": odd.len(),
         "lines": lines(view),
@@ -153,8 +156,8 @@ fn layers(view: &RunView) -> Value {
     })
 }
 
-/// Mean loss per label and share of the labels, by source.
-fn sources(view: &RunView) -> Value {
+/// Mean loss per label and share of the labels, by source, and the source that each is a bucket of, or itself.
+fn sources(view: &RunView, curriculum: &Curriculum) -> Value {
     let count = view.sources.len();
     if count == 0 {
         return Value::Null;
@@ -170,38 +173,76 @@ fn sources(view: &RunView) -> Value {
     let each = |source: usize| 2 * source;
     let losses: Vec<Value> = (0..count).map(|one| f32s(of(each(one)).map(loss))).collect();
     let seen: Vec<Value> = (0..count).map(|one| shares(of(each(one)).map(share))).collect();
-    json!({"names": view.sources, "width": bins.width(), "loss": losses, "share": seen})
+    let wholes: Vec<&str> = view.sources.iter().map(|name| curriculum.whole(name)).collect();
+    json!({"names": view.sources, "wholes": wholes, "width": bins.width(), "loss": losses, "share": seen})
 }
 
 /// Parts of constant mixture that a ramp is shown as, at most.
 const RAMP_PARTS: u64 = 64;
 
 /// The plan of the curriculum, in parts of constant mixture: first step, phase, tokens per step, share by source. A
-/// ramp is shown as stairs.
-fn plan(curriculum: &Curriculum) -> Vec<Value> {
-    let (mut first, mut parts) = (1, Vec::new());
-    for PhaseSegment { spec, mix_before, mix_samples, batch, .. } in curriculum.segments() {
+/// ramp is shown as stairs, a mix that reacts by its windows in the ledger.
+fn plan(curriculum: &Curriculum, windows: &[(u64, BTreeMap<String, u64>)]) -> Vec<Value> {
+    let (mut first, mut parts, mut mix_begins) = (1, Vec::new(), 1);
+    for segment in curriculum.segments() {
+        let PhaseSegment { spec, mix_before, mix_samples, batch, .. } = &segment;
+        if let Some(reaction) = spec.mix.reaction() {
+            mix_begins = if *mix_before == 0 { first } else { mix_begins };
+            // Where the run has not come to it: as it begins.
+            let names = reaction.start.keys().cloned();
+            let start = (mix_begins, names.zip(reaction.start_parts()).collect());
+            let of_mix = windows.iter().filter(|(step, _)| *step >= mix_begins);
+            let windows: Vec<_> = std::iter::once(&start).chain(of_mix).collect();
+            parts.extend(windows_of(&segment, first, &windows));
+            first += spec.steps;
+            continue;
+        }
         let Some(weights) = spec.mix.weights() else { continue };
         let count = if spec.mix.is_ramp() { RAMP_PARTS.min(spec.steps) } else { 1 };
         let begins =
             |part: u64| (u128::from(spec.steps) * u128::from(part) / u128::from(count)) as u64;
         for (begin, end) in (0..count).map(|part| (begins(part), begins(part + 1))) {
-            let middle = mix_before as f64 + (begin + end) as f64 / 2.0 * batch as f64;
-            let position = middle / mix_samples as f64;
+            let middle = *mix_before as f64 + (begin + end) as f64 / 2.0 * *batch as f64;
+            let position = middle / *mix_samples as f64;
             let share = |(source, name): (usize, &String)| {
                 (name.clone(), json!(weights.share(source, position)))
             };
             let mix: Map<String, Value> =
                 spec.mix.sources().into_iter().enumerate().map(share).collect();
-            parts.push(json!({
-                "first": first + begin, "steps": end - begin, "phase": spec.name, "seq_len": spec.seq_len,
-                "batch": batch, "micro_batch": spec.micro_batch, "tokens": batch * u64::from(spec.seq_len),
-                "mix": mix,
-            }));
+            parts.push(part(&segment, first + begin, end - begin, mix));
         }
         first += spec.steps;
     }
     parts
+}
+
+/// A part of constant mixture.
+fn part(segment: &PhaseSegment, first: u64, steps: u64, mix: Map<String, Value>) -> Value {
+    let PhaseSegment { spec, batch, .. } = segment;
+    json!({
+        "first": first, "steps": steps, "phase": spec.name, "seq_len": spec.seq_len,
+        "batch": batch, "micro_batch": spec.micro_batch, "tokens": batch * u64::from(spec.seq_len),
+        "mix": mix,
+    })
+}
+
+/// The parts of a segment whose mix reacts: windows with their first steps, the last one to the segment's end.
+fn windows_of(
+    segment: &PhaseSegment,
+    first: u64,
+    windows: &[&(u64, BTreeMap<String, u64>)],
+) -> Vec<Value> {
+    let end = first + segment.spec.steps;
+    let inside = windows.iter().rev().find(|(step, _)| *step <= first).into_iter();
+    let inside = inside.chain(windows.iter().filter(|(step, _)| (first + 1..end).contains(step)));
+    let begins: Vec<_> = inside.map(|(step, weights)| ((*step).max(first), weights)).collect();
+    let ends = begins.iter().skip(1).map(|(next, _)| *next).chain([end]);
+    let part = |((begin, weights), end): (&(u64, &BTreeMap<String, u64>), u64)| {
+        let share =
+            |(name, part): (&String, &u64)| (name.clone(), json!(*part as f64 / MIX_PARTS as f64));
+        self::part(segment, *begin, end - begin, weights.iter().map(share).collect())
+    };
+    begins.iter().zip(ends).map(part).collect()
 }
 
 /// The curriculum at the start, and its later changes.
@@ -238,6 +279,22 @@ fn validation(log: &log::EventLog) -> Value {
     json!({
         "steps": losses.keys().collect::<Vec<_>>(), "all": losses.values().map(|one| one.all).collect::<Vec<_>>(),
         "names": names, "sources": names.iter().map(|name| of(name)).collect::<Vec<_>>(),
+    })
+}
+
+/// The accuracy of each task.
+fn evaluation(log: &log::EventLog) -> Value {
+    let scores = &log.evaluation;
+    let tasks = scores.values().flat_map(BTreeMap::keys);
+    let tasks: BTreeSet<_> = tasks.filter_map(|name| name.strip_prefix("accuracy/")).collect();
+    let of = |task: &&str| {
+        let accuracy =
+            |scores: &BTreeMap<String, f64>| scores.get(&format!("accuracy/{task}")).copied();
+        scores.values().map(accuracy).collect::<Vec<_>>()
+    };
+    json!({
+        "steps": scores.keys().collect::<Vec<_>>(), "names": tasks,
+        "accuracy": tasks.iter().map(of).collect::<Vec<_>>(),
     })
 }
 

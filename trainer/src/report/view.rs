@@ -47,6 +47,8 @@ pub struct RunView {
     /// Labels per step, each from a step on.
     pub(super) labels: Vec<(u64, u64)>,
     pub(super) skipped: Vec<(u64, Skipped)>,
+    /// The weights of windows, each with its first step.
+    pub(super) windows: Vec<(u64, BTreeMap<String, u64>)>,
     /// The curricula in force, each with its first step.
     pub(super) curricula: Vec<(u64, String)>,
     pub(super) sources: Vec<String>,
@@ -89,6 +91,7 @@ impl RunView {
             phases: Vec::new(),
             labels: Vec::new(),
             skipped: Vec::new(),
+            windows: Vec::new(),
             curricula: vec![(1, curriculum)],
             sources: Vec::new(),
             by_source: Bins::new(Merge::Sum, SOURCE_BINS),
@@ -152,7 +155,8 @@ impl RunView {
     pub fn open_metrics(&self) -> String {
         let at = (self.last_step() as usize).wrapping_sub(1);
         let newest = |column: &[f32]| column.get(at).map(|value| f64::from(*value));
-        let EventLog { speed, stall, memory, tflops, mfu, tokens, validation, .. } = &self.log;
+        let EventLog { speed, stall, memory, tflops, mfu, tokens, validation, evaluation, .. } =
+            &self.log;
         let speeds = [
             ("speed/tokens_per_second", newest(speed)),
             ("speed/data_stall", newest(stall)),
@@ -170,6 +174,8 @@ impl RunView {
             curves.push(("validation/all".to_owned(), *all));
             curves.extend(sources.iter().map(|(name, loss)| (format!("validation/{name}"), *loss)));
         }
+        let scores = evaluation.last_key_value().into_iter().flat_map(|(_, scores)| scores);
+        curves.extend(scores.map(|(name, value)| (name.clone(), *value)));
         let root = self.folder.root();
         let name =
             root.file_name().map_or_else(String::new, |it| it.to_string_lossy().into_owned());
@@ -254,6 +260,9 @@ impl RunView {
         }
         if let Some(skipped) = seen.skipped() {
             self.skipped.push((seen.step, skipped));
+        }
+        if let Some(weights) = &seen.mix_weights {
+            self.windows.push((seen.step, weights.clone()));
         }
         if let Some(text) = &seen.curriculum {
             self.curricula.push((seen.step, text.clone()));

@@ -235,11 +235,13 @@ fn component(first: &str, other: &str, [found, wanted]: [String; 2]) -> [String;
 fn options(exec: &ExecOptions) -> Vec<String> {
     let SnapshotOptions { states, every, spike } = exec.snapshots;
     let stop = exec.stop_after.map_or_else(|| "none".to_owned(), |step| step.to_string());
+    let digests: Vec<_> = exec.tasks.iter().map(|task| task.digest.to_string()).collect();
     vec![
         format!("--checkpoint-every {}", exec.checkpoint_every),
         format!("--stop-after {stop}"),
         format!("--validate-every {}", exec.validation.every),
         format!("--validation-sequences {}", exec.validation.windows),
+        format!("--eval {}", digests.join(" ")),
         format!("--snapshots {states}"),
         format!("--snapshot-every {every}"),
         format!("--snapshot-on-spike {spike:e}"),

@@ -25,9 +25,11 @@ use kernels::runtime;
 use loader::{Batch, BatchMemory, OpenedCurriculum, PrefetchSource, Prefetcher, RankSlice};
 
 use crate::exec::ExecOptions;
+use crate::folder::RunFolder;
 use crate::mesh::axes::Axis;
 use crate::mesh::{Mesh, ProcessMesh, team};
 use crate::model::{BatchBuffer, CheckedMicroBatch};
+use crate::reaction::ReactingSpec;
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::step::{self, Requests, StagedBatch, StepContext};
@@ -98,15 +100,17 @@ fn run(
         // The ranks may have been lost while writing it.
         keeper.keep(&state, digest, &mut recorder)?;
     }
-    let context = StepContext { spec: &spec, team: &team, workers: exec.workers };
-    let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
-    let (plan, stores, options) = (spec.plan.clone(), spec.data.clone(), exec.prefetch);
+    let ledger = RunFolder::new(&exec.out).ledger();
+    let mut reacting = ReactingSpec::together(Arc::clone(&spec), &ledger, state.step, &world.comm)?;
+    let (plan, stores, options) = (reacting.feed(), spec.data.clone(), exec.prefetch);
+    let steps = state.step + 1..last_step(&spec, exec) + 1;
     let ahead = PrefetchSource { plan, stores, steps, options };
     let stager = Stager::new(world.device).map_err(lost)?;
     let (memory, check, send) = (memory(&stager), checking(&spec), sending(stager));
-    let mut batches = Prefetcher::by_step(ahead, slices, memory, check, send)?;
+    let mut batches = Prefetcher::by_step(ahead, slices(&spec, &team), memory, check, send)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, micro_batches) = batch?;
+        let context = StepContext { spec: reacting.spec(), team: &team, workers: exec.workers };
         let asked = || Requests {
             stop: exec.stopped(),
             join: world.is_awaited(),
@@ -129,6 +133,7 @@ fn run(
         if stop || join || keep || checkpoint_is_due(&spec, exec, state.step) {
             keeper.keep(&state, stepped.record.state_digest, &mut recorder)?;
         }
+        reacting.learn(&stepped.record)?;
         if join && !stop && state.step < last_step(&spec, exec) {
             keeper.finish(&mut recorder)?;
             return Ok(LoopEnd::Joined);

@@ -10,6 +10,7 @@ use serde_json::json;
 use super::World;
 use super::recover::Recovery;
 use crate::checkpoint::WrittenCheckpoint;
+use crate::evaluate::{Task, TaskScore};
 use crate::events::Events;
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
@@ -54,24 +55,44 @@ impl Recorder<'_> {
         self.0.as_mut().map_or(Ok(()), |book| book.record(stepped))
     }
 
-    /// Computes the validation loss, all ranks together. Returns whether it was completed: a rank may be asked to stop
-    /// meanwhile.
+    /// Computes the validation loss and scores the tasks, all ranks together. Returns whether that was completed: a
+    /// rank may be asked to stop meanwhile.
     pub(super) fn validate(
         &mut self,
         cx: StepContext<'_>,
         exec: &ExecOptions,
         state: &State,
     ) -> Result<bool> {
-        let sources = exec.validation.take(cx, state, &|| exec.stopped())?;
-        match (&mut self.0, &sources) {
+        let (step, asked) = (state.step, || exec.stopped());
+        let sources = exec.validation.take(cx, state, &asked)?;
+        if !self
+            .completed("validation", step, sources, |book, sources| book.validated(step, sources))?
+        {
+            return Ok(false);
+        }
+        if exec.tasks.is_empty() {
+            return Ok(true);
+        }
+        let scores = Task::score(&exec.tasks, cx, state, &asked)?;
+        self.completed("evaluation", step, scores, |book, scores| book.evaluated(step, scores))
+    }
+
+    /// Records results, if they are complete. Returns whether they are.
+    fn completed<T>(
+        &mut self,
+        what: &str,
+        step: u64,
+        results: Option<Vec<T>>,
+        record: impl FnOnce(&mut RunRecords<'_>, &[T]) -> Result<()>,
+    ) -> Result<bool> {
+        match (&mut self.0, &results) {
             (None, _) => {}
-            (Some(book), Some(sources)) => book.validated(state.step, sources)?,
+            (Some(book), Some(results)) => record(book, results)?,
             (Some(book), None) => book.progress.note(&format!(
-                "validation after step {} is broken off: the run was asked to stop",
-                state.step
+                "{what} after step {step} is broken off: the run was asked to stop"
             )),
         }
-        Ok(sources.is_some())
+        Ok(results.is_some())
     }
 
     /// Records a checkpoint that was written.
@@ -230,7 +251,7 @@ impl RunRecords<'_> {
             all_tokens: self.spec.plan.tokens_until(record.step),
             flops: model_flops / f64::from(*ranks),
             peak: self.peak,
-            memory: crate::memory::resident().0,
+            memory: storage::process::resident().0,
         };
         self.metrics.step(self.spec, record, &speed, again)?;
         let fields = json!({
@@ -262,6 +283,14 @@ impl RunRecords<'_> {
             sources.iter().map(|one| (one.source.clone(), one.to_json())).collect();
         self.events
             .write("validation", json!({"step": step, "all": all.to_json(), "sources": by_source}))
+    }
+
+    fn evaluated(&mut self, step: u64, scores: &[TaskScore]) -> Result<()> {
+        self.progress.evaluation(step, scores);
+        self.metrics.evaluation(step, scores)?;
+        let tasks: serde_json::Map<_, _> =
+            scores.iter().map(|one| (one.task.clone(), one.to_json())).collect();
+        self.events.write("evaluation", json!({"step": step, "tasks": tasks}))
     }
 
     /// The command that replays `step`.

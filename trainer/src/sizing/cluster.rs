@@ -236,15 +236,16 @@ impl ClusterDescription {
                 return Err(wrong(key, "a latency from 0 and a bandwidth above 0"));
             }
         }
-        let medium =
-            |it: CheckpointStorage| positive(it.copy_bytes_per_s) && positive(it.write_bytes_per_s);
-        if found.checkpoint.is_some_and(|it| !medium(it)) {
+        let medium = |part: CheckpointStorage| {
+            positive(part.copy_bytes_per_s) && positive(part.write_bytes_per_s)
+        };
+        if found.checkpoint.is_some_and(|part| !medium(part)) {
             return Err(wrong("checkpoint", "bandwidths above 0"));
         }
-        let faults = |it: FailureRates| {
-            (0.0..1e3).contains(&it.per_rank_hour) && (0.0..1e9).contains(&it.restart_s)
+        let faults = |part: FailureRates| {
+            (0.0..1e3).contains(&part.per_rank_hour) && (0.0..1e9).contains(&part.restart_s)
         };
-        if found.faults.is_some_and(|it| !faults(it)) {
+        if found.faults.is_some_and(|part| !faults(part)) {
             return Err(wrong("faults", "failures in an hour and seconds, from 0"));
         }
         Ok(found)
@@ -298,20 +299,20 @@ impl ClusterDescription {
         let wide = [gemm.attention_f32, gemm.attention_f32_back];
         let (f32, bf16) = match (f32, bf16) {
             (Some(f32), Some(bf16)) => (f32, bf16),
-            (Some(one), None) | (None, Some(one)) => {
-                assumed.push("products of the other number format are as fast".to_owned());
-                (one.clone(), one)
+            (Some(known), None) | (None, Some(known)) => {
+                assumed.push("matmuls of the other number format are as fast".to_owned());
+                (known.clone(), known)
             }
-            (None, None) => return Err(missing("rate of products in [gemm]", "gemm")),
+            (None, None) => return Err(missing("rate of matmuls in [gemm]", "gemm")),
         };
         let half = || Curve(bf16.0.iter().map(|[size, rate]| [*size, rate / 2.0]).collect());
         if attention.is_none() || attention_back.is_none() {
-            assumed.push("attention runs at half the rate of products".to_owned());
+            assumed.push("attention runs at half the rate of matmuls".to_owned());
         }
         let attention = [attention.unwrap_or_else(half), attention_back.unwrap_or_else(half)];
-        let [there, back] = wide;
+        let [forward, back] = wide;
         let attention_f32 =
-            [there.unwrap_or(attention[0].clone()), back.unwrap_or(attention[1].clone())];
+            [forward.unwrap_or(attention[0].clone()), back.unwrap_or(attention[1].clone())];
         let stream = memory.triad.or(memory.add).or(memory.copy).or(memory.scale);
         let stream = stream.ok_or_else(|| missing("bandwidth in [memory]", "memory"))?;
         let mut or = |curve: Option<Curve>, what: &str| {
@@ -399,7 +400,7 @@ impl ClusterDescription {
         if let Some(CheckpointStorage { copy_bytes_per_s, write_bytes_per_s }) = self.checkpoint {
             out += &format!(
                 "\n[checkpoint]\ncopy_bytes_per_s = {copy_bytes_per_s:.4e}  # of a rank, while the step waits\n\
-                 write_bytes_per_s = {write_bytes_per_s:.4e} # of a machine, beside the steps\n"
+                 write_bytes_per_s = {write_bytes_per_s:.4e} # of a machine, while steps run\n"
             );
         }
         if let Some(FailureRates { per_rank_hour, restart_s }) = self.faults {

@@ -241,6 +241,7 @@ fn a_micro_batch_multiplies_what_is_planned() {
             positions: &positions,
             mask: &mask,
             boundaries: &boundaries,
+            weights: &[],
             rows,
             seq_len,
         };

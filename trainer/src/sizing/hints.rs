@@ -26,7 +26,7 @@ pub fn of_shapes(config: &ZayaConfig) -> Vec<String> {
     let off = sizes.into_iter().filter(|(_, size)| size % ALIGNMENT != 0);
     off.map(|(name, size)| {
         let next = (size / ALIGNMENT + 1) * ALIGNMENT;
-        format!("{name} is {size}, not a multiple of {ALIGNMENT}: products of it are slower than those of {next}")
+        format!("{name} is {size}, not a multiple of {ALIGNMENT}: its matmuls are slower than those of {next}")
     })
     .collect()
 }
@@ -45,8 +45,8 @@ pub fn of_phase(
     hints.extend(small_products(setting, first, needs)?);
     if time.gradients > time.hidden {
         hints.push(format!(
-            "gradients travel {} and computation hides {} of it: more micro-batches a rank with --grad-reduce bucketed, larger \
-             micro-batches, or fewer ranks",
+            "sending gradients takes {}, of which computation hides {}: use more micro-batches a rank with --grad-reduce \
+             bucketed, larger micro-batches, or fewer ranks",
             seconds(time.gradients),
             seconds(time.hidden)
         ));
@@ -132,8 +132,8 @@ fn small_products(
     Ok(largest.filter(|_| share > 0.1).map(|it| {
         let shape = it.shape;
         format!(
-            "{:.0} % of the arithmetic is in products too small for {:.0} % of the peak, which takes {:.3} GFLOP here: most of \
-             it in {} x {} x {} ({:.3} GFLOP, {:.0} % of the peak); larger micro-batches help",
+            "{:.0} % of the arithmetic is in matmuls too small for {:.0} % of the peak, which takes {:.3} GFLOP here, mostly \
+             in {} x {} x {} ({:.3} GFLOP, {:.0} % of the peak); larger micro-batches help",
             100.0 * share,
             100.0 * ENOUGH,
             curve.reaches(ENOUGH) / 1e9,

@@ -39,9 +39,9 @@ impl<T> RotatingOperands<T> {
     /// `count` operand sets, each already written.
     fn of(
         count: usize,
-        one: impl Fn() -> kernels::Result<T>,
+        make: impl Fn() -> kernels::Result<T>,
     ) -> kernels::Result<RotatingOperands<T>> {
-        let all = (0..count).map(|_| one()).collect::<kernels::Result<Vec<T>>>()?;
+        let all = (0..count).map(|_| make()).collect::<kernels::Result<Vec<T>>>()?;
         Ok(RotatingOperands { all, next: 0 })
     }
 
@@ -150,9 +150,9 @@ impl BenchOptions {
         prepare: impl Fn() -> kernels::Result<T> + Sync,
         work: impl Fn(&mut T) -> kernels::Result<()> + Sync,
     ) -> Result<f64> {
-        let timed = |own: &mut T, calls: u32| -> kernels::Result<f64> {
+        let timed = |operands: &mut T, calls: u32| -> kernels::Result<f64> {
             let begin = Instant::now();
-            (0..calls).try_for_each(|_| work(own))?;
+            (0..calls).try_for_each(|_| work(operands))?;
             self.arrive();
             Ok(begin.elapsed().as_secs_f64() / f64::from(calls))
         };
@@ -173,12 +173,12 @@ impl BenchOptions {
             let matrix = || self.random(&[WIDTH, WIDTH], Kind::Float);
             Ok((prepare()?, matrix()?, matrix()?))
         };
-        let timed = |(own, matrix, out): &mut (T, Tensor, Tensor), calls: u32| {
+        let timed = |(operands, matrix, out): &mut (T, Tensor, Tensor), calls: u32| {
             let mut spent = 0.0;
             for _ in 0..calls {
                 self.workers.ops().matmul_into(out, matrix, matrix)?;
                 let begin = Instant::now();
-                work(own)?;
+                work(operands)?;
                 spent += begin.elapsed().as_secs_f64();
             }
             Ok(spent / f64::from(calls))
@@ -190,10 +190,10 @@ impl BenchOptions {
     pub(super) fn time_cold<T>(
         self,
         bytes: u64,
-        one: impl Fn() -> kernels::Result<T> + Sync,
+        make: impl Fn() -> kernels::Result<T> + Sync,
         work: impl Fn(&mut T) -> kernels::Result<()> + Sync,
     ) -> Result<f64> {
-        let prepare = || RotatingOperands::of(sets(bytes), &one);
+        let prepare = || RotatingOperands::of(sets(bytes), &make);
         self.time_between_products(prepare, |round: &mut RotatingOperands<T>| work(round.next()))
     }
 
@@ -203,10 +203,10 @@ impl BenchOptions {
         prepare: impl Fn() -> kernels::Result<T> + Sync,
         timed: impl Fn(&mut T, u32) -> kernels::Result<f64> + Sync,
     ) -> Result<f64> {
-        let one = |_: usize| -> Result<f64> {
+        let measure = |_: usize| -> Result<f64> {
             runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-            let mut own = prepare().map_err(refused)?;
-            let mut look = |calls: u32| timed(&mut own, calls).map_err(refused);
+            let mut operands = prepare().map_err(refused)?;
+            let mut look = |calls: u32| timed(&mut operands, calls).map_err(refused);
             look(1)?;
             let begin = Instant::now();
             look(1)?;
@@ -218,7 +218,7 @@ impl BenchOptions {
             times.sort_by(f64::total_cmp);
             Ok(times[times.len() / 2])
         };
-        let all = self.workers.map((0..self.workers.count()).collect(), one)?;
+        let all = self.workers.map((0..self.workers.count()).collect(), measure)?;
         Ok(all.into_iter().fold(0.0, f64::max))
     }
 

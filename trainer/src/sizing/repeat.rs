@@ -184,10 +184,14 @@ impl RepeatOptions {
             let dispatch = ops.dispatch(&choice, experts + 1)?;
             let [x, grad] = [ops.permute(&x, &dispatch)?, ops.permute(&grad, &dispatch)?];
             // Padding rows are undefined.
-            let own = |out: Tensor| Ok(out.f_index_select(0, &dispatch.places)?);
+            let rows_in_use = |out: Tensor| Ok(out.f_index_select(0, &dispatch.places)?);
             let row = |way| row(name, way, kind, shape, by);
-            self.asked(row(WAYS[0]), || own(ops.grouped_matmul(&x, &weights, &dispatch)?), found)?;
-            let input = || own(ops.grouped_matmul_input(&grad, &weights, &dispatch)?);
+            self.asked(
+                row(WAYS[0]),
+                || rows_in_use(ops.grouped_matmul(&x, &weights, &dispatch)?),
+                found,
+            )?;
+            let input = || rows_in_use(ops.grouped_matmul_input(&grad, &weights, &dispatch)?);
             self.asked(row(WAYS[1]), input, found)?;
             let to_weights = || made(ops, ops.grouped_matmul_weights(&grad, &x, &dispatch)?);
             self.asked(row(WAYS[2]), to_weights, found)?;
@@ -219,14 +223,15 @@ impl RepeatOptions {
         let shape = MatmulShape { rows, inner, columns };
         let begun = AttentionSpan { start: 0, len: first.max(1), before: first };
         let whole = AttentionSpan::whole(begun.len, (tokens - begun.len).max(1));
-        let own = Operands::of(&[begun, whole], heads, kind, self.device)?;
-        let others = attention::others(self.ops, &own)?;
+        let operands = Operands::of(&[begun, whole], heads, kind, self.device)?;
+        let others = attention::others(self.ops, &operands)?;
         for (by, ops) in [("ours", self.ops)].into_iter().chain(others) {
             let row = |way| row("attention", way, kind, shape, by);
-            self.asked(row(WAYS[0]), || Ok(own.forward(ops)?.heads), found)?;
+            self.asked(row(WAYS[0]), || Ok(operands.forward(ops)?.heads), found)?;
             let back = || {
-                let all = own.both(ops)?;
-                let flat = |one: &Tensor| Ok(one.f_to_kind(Kind::Float)?.f_reshape([-1])?);
+                let all = operands.both(ops)?;
+                let flat =
+                    |gradient: &Tensor| Ok(gradient.f_to_kind(Kind::Float)?.f_reshape([-1])?);
                 Ok(Tensor::f_cat(&all.iter().map(flat).collect::<Computed<Vec<_>>>()?, 0)?)
             };
             self.asked(row(WAYS[1]), back, found)?;
@@ -244,10 +249,10 @@ impl RepeatOptions {
 
 /// The matrices of a model that Muon updates, one of each shape.
 fn matrices(config: &ZayaConfig) -> BTreeSet<[i64; 2]> {
-    let all = model::parameters(config)
-        .into_iter()
-        .filter(|one| !OptimizerRule::of(optim::MatrixOptimizer::Muon, one).has_second_moment());
-    all.filter_map(|one| one.shape.last_chunk().copied()).collect()
+    let all = model::parameters(config).into_iter().filter(|parameter| {
+        !OptimizerRule::of(optim::MatrixOptimizer::Muon, parameter).has_second_moment()
+    });
+    all.filter_map(|parameter| parameter.shape.last_chunk().copied()).collect()
 }
 
 fn row(

@@ -24,8 +24,8 @@ use crate::model::{self, ParamSpec, WeightShards};
 use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Windows;
 use crate::optim::{
-    self, ChecksumInputs, OptimizerRule, OptimizerSettings, StepScalars, UpdateItem, UpdateKind,
-    UpdateResults, norm,
+    self, ChecksumInputs, OptimizerRule, OptimizerSettings, ParamScales, StepScalars, UpdateItem,
+    UpdateKind, UpdateResults, norm,
 };
 use crate::refusal::refused;
 use crate::spec::RunSpec;
@@ -113,12 +113,12 @@ fn runs(parameters: &[ParamSpec]) -> impl Iterator<Item = &[ParamSpec]> {
 }
 
 fn room_of_run(run: &[ParamSpec], kind: Kind, device: Device) -> kernels::Result<Vec<Tensor>> {
-    let count = |one: &ParamSpec| one.elements() as i64;
+    let count = |parameter: &ParamSpec| parameter.elements() as i64;
     let all = Tensor::f_empty([run.iter().map(count).sum::<i64>()], (kind, device))?;
     let (mut room, mut at) = (Vec::with_capacity(run.len()), 0);
-    for one in run {
-        room.push(all.f_narrow(0, at, count(one))?.f_view(one.shape.as_slice())?);
-        at += count(one);
+    for parameter in run {
+        room.push(all.f_narrow(0, at, count(parameter))?.f_view(parameter.shape.as_slice())?);
+        at += count(parameter);
     }
     Ok(room)
 }
@@ -209,7 +209,10 @@ impl State {
                         },
                     )
                 })?;
-                state.balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
+                // A start without biases may begin to balance.
+                let layers = state.balance.iter_mut().zip(biases);
+                let layers = layers.filter(|(_, bias)| !bias.is_empty());
+                layers.for_each(|(layer, bias)| layer.bias = bias);
             }
         }
         state.round(workers)?;
@@ -340,7 +343,7 @@ impl State {
 
     /// All weights in f32, of a state that this rank owns completely; aliases where they are f32.
     pub(crate) fn in_f32(&self) -> Result<Vec<Tensor>> {
-        let whole = self.weights.iter().map(|one| one.f_to_kind(Kind::Float));
+        let whole = self.weights.iter().map(|weight| weight.f_to_kind(Kind::Float));
         let whole = whole.collect::<std::result::Result<Vec<_>, _>>();
         let whole = whole.map_err(refused)?;
         for (piece, weight) in self.all() {
@@ -365,7 +368,8 @@ impl State {
         fold: WeightShards,
         workers: Workers,
     ) -> Result<bool> {
-        let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();
+        let stays =
+            |(parameter, weight): (&ParamSpec, &Tensor)| parameter.kind(dtype) == weight.kind();
         let same = parameters.iter().zip(&self.weights).all(stays);
         if self.fold != fold || !same {
             // Whole tensors are overwritten, other ranks' pieces included.
@@ -451,15 +455,17 @@ impl State {
         self.departures.order_after(device).map_err(refused)
     }
 
-    /// Updates this rank's pieces by their gradients, given in the order of the pieces. The caller advances `step`.
+    /// Updates this rank's pieces by their gradients, given in the order of the pieces; `scales` are those of each
+    /// parameter. The caller advances `step`.
     pub(crate) fn update(
         &mut self,
-        settings: &OptimizerSettings,
+        by: (&OptimizerSettings, &[ParamScales]),
         gradients: &[Tensor],
         at: StepScalars,
         workers: Workers,
     ) -> Result<Updated> {
         self.await_copies()?;
+        let (settings, scales) = by;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         for ((piece, owned), gradient) in self.owners.own().zip(&self.owned).zip(gradients) {
             let (weight, rounded) = self.moves(piece, owned);
@@ -468,12 +474,13 @@ impl State {
             let sums = ChecksumInputs { first: piece.first as u64, salts };
             let [first, gradient] = [&owned.first, gradient].map(Tensor::shallow_clone);
             let how = match (piece.rule, &owned.second) {
-                (OptimizerRule::AdamW { decay }, Some(second)) => {
-                    UpdateKind::AdamW { second: second.shallow_clone(), decay }
+                (OptimizerRule::AdamW { .. }, Some(second)) => {
+                    UpdateKind::AdamW { second: second.shallow_clone() }
                 }
                 _ => UpdateKind::Muon,
             };
-            let whole = UpdateItem { weight, rounded, first, gradient, how, sums };
+            let scales = scales[piece.tensor];
+            let whole = UpdateItem { weight, rounded, first, gradient, how, scales, sums };
             optim::split(piece.rule, whole, &mut items);
             ends.push(items.len());
         }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use contract::Result;
 use kernels::group::SentBytes;
 use kernels::tree;
+use mixer::MixWindow;
 
 use super::decide::StepDecision;
 use super::norm;
@@ -27,7 +28,12 @@ pub(super) fn apply(
     let own = std::mem::take(&mut gradient.own);
     let mut moved = None;
     if decided.decision.moves() {
-        moved = Some(state.update(&decided.settings, &own, decided.at, cx.workers)?);
+        moved = Some(state.update(
+            (&decided.settings, &cx.spec.scales),
+            &own,
+            decided.at,
+            cx.workers,
+        )?);
         // Freed before the weights of other ranks are received.
         drop(own);
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
@@ -177,6 +183,7 @@ pub(super) fn record(
         layer_update_norms: Packed::floats(updates),
         weight_checksums: Packed(sums.weights),
         state_digest: sums.digest,
+        mix_weights: spec.plan.window_at(step).map(MixWindow::by_source),
         curriculum: None,
     })
 }

@@ -28,6 +28,7 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> MicroBatchInput<'_> {
         positions: &columns.positions[at.clone()],
         mask: &columns.mask[at],
         boundaries: &batch.boundaries[first..first + rows],
+        weights: batch.weights.get(first..first + rows).unwrap_or_default(),
         rows,
         seq_len: width,
     }

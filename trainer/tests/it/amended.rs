@@ -284,21 +284,41 @@ fn of_rates() -> impl Strategy<Value = String> {
         1 => Just("schedule = { decay_steps = 0 }".to_owned()),
         2 => (1u64..12, rate())
             .prop_map(|(steps, last)| format!("schedule = {{ decay_steps = {steps}, final_lr = {last:e} }}")),
+        1 => (0..KINDS.len()).prop_map(|kind| format!("schedule = {{ kind = {:?} }}", KINDS[kind])),
     ]
 }
 
+const KINDS: [&str; 4] = ["linear", "wsd", "inverse-sqrt", "constant"];
+
+/// A schedule of the second phase alone: its peak, its warm-up, its decay.
+fn of_a_phase() -> impl Strategy<Value = String> {
+    let rate = || 1e-5..0.1f64;
+    (prop::option::of(rate()), 0u64..4, 0u64..4, rate()).prop_map(|(lr, warmup, decay, last)| {
+        let lr = lr.map_or_else(String::new, |lr| format!("\nlr = {lr:e}"));
+        let last = if decay > 0 { format!(", final_lr = {last:e}") } else { String::new() };
+        format!(
+            "{lr}\nschedule = {{ warmup_steps = {warmup}, decay_steps = {decay}{last} }}\nsteps = 4\n"
+        )
+    })
+}
+
 /// Every later rate has the same ratio to the recorded rate as the requested one has, whatever the amendments in
-/// between.
+/// between, and whether the second phase has a schedule of its own or not.
 #[test]
 fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
     let scratch = Scratch::new();
     let asked = prop_oneof![4 => 1e-6..0.1f64, 1 => Just(0.0)];
-    let cases = (1u64..=10, asked, prop::collection::btree_map(1u64..=10, of_rates(), 0..5));
-    let outcome = TestRunner::new(Config::with_cases(128)).run(&cases, |(first, asked, said)| {
+    let said = prop::collection::btree_map(1u64..=10, of_rates(), 0..5);
+    let cases = (1u64..=10, asked, said, prop::option::of(of_a_phase()));
+    let runner = &mut TestRunner::new(Config::with_cases(128));
+    let outcome = runner.run(&cases, |(first, asked, said, phase)| {
         let amendments =
             said.iter().map(|(step, said)| format!("\n[[amendment]]\nstep = {step}\n{said}\n"));
-        let path =
-            scratch.write("run.toml", &(CURRICULUM.to_owned() + &amendments.collect::<String>()));
+        let phases = match phase {
+            Some(keys) => CURRICULUM.replace("\nsteps = 4\n", &keys),
+            None => CURRICULUM.to_owned(),
+        };
+        let path = scratch.write("run.toml", &(phases + &amendments.collect::<String>()));
         let Ok(opened) = OpenedCurriculum::open(&path) else {
             return Err(TestCaseError::reject("these amendments change nothing"));
         };
@@ -306,6 +326,14 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
         let rate = |spec: &RunSpec, step: u64| spec.settings_at(step).schedule.rate(step);
         let was = rate(&spec, first);
         prop_assume!(was != asked);
+        // A warm-up from the rate before the second phase, now or by a later amendment.
+        let origin = spec.settings_at(first).schedule.origin;
+        let warms = |step: u64| {
+            let amended = said.get(&step).is_some_and(|said| said.contains("warmup_steps"));
+            let now = spec.settings_at(first).schedule.is_warming_up(first);
+            if step == first { now } else { amended }
+        };
+        let held = origin.rate > 0.0 && (first..=10).any(warms);
         let change = WhatIfChange { lr: Some(asked), ..WhatIfChange::default() };
         let amended = change.amended(&spec, first..11, DocumentsBySource::new()).unwrap();
         let amended =
@@ -314,8 +342,8 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
         for step in 1..=10 {
             let wanted = match step {
                 _ if step < first => rate(&spec, step),
-                // Nothing is in proportion to zero: the requested rate stays.
-                _ if was == 0.0 => asked,
+                // Nothing is in proportion to zero, or to a warm-up from another rate: the requested rate stays.
+                _ if was == 0.0 || held => asked,
                 _ => rate(&spec, step) * (asked / was),
             };
             let found = rate(&amended, step);

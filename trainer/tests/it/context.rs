@@ -54,15 +54,16 @@ fn phases_may_be_cut_otherwise() {
     assert_shared(&scratch, alone, 4, 4);
 }
 
-/// States of linear attention are passed from chunk to chunk: one ledger for every degree, with or without
-/// recomputation.
+/// States of linear attention, and keys and values of grouped-query attention, are passed from chunk to chunk: one
+/// ledger for every degree, with or without recomputation.
 #[test]
-fn linear_layers_have_one_ledger_for_every_degree() {
-    for (dtype, world, cp) in [("f32", 4, 4), ("bf16", 4, 2)] {
+fn other_attentions_have_one_ledger_for_every_degree() {
+    let kinds = ["[\"linear\", \"cca\"]", "[\"gqa\", \"linear\"]\nqk_norm = true"];
+    for ((dtype, world, cp), kinds) in [("f32", 4, 4), ("bf16", 4, 2)].into_iter().zip(kinds) {
         let scratch = cut(dtype);
         let path = scratch.path("run.toml");
         let text = std::fs::read_to_string(&path).unwrap();
-        let hybrid = text.replace("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
+        let hybrid = text.replace("[model]\n", &format!("[model]\nlayers = {kinds}\n"));
         assert_ne!(hybrid, text);
         std::fs::write(&path, hybrid).unwrap();
         scratch.five_steps();
@@ -181,7 +182,7 @@ fn what_is_sent_is_what_is_planned() {
     for (mask, keep, layers, degrees) in [
         (true, ActivationCheckpointing::Everything, "[\"cca\"]", 4..=4),
         (false, ActivationCheckpointing::Everything, "[\"cca\"]", 2..=4),
-        (false, ActivationCheckpointing::LayerInputs, "[\"cca\", \"linear\"]", 2..=2),
+        (false, ActivationCheckpointing::LayerInputs, "[\"gqa\", \"linear\"]", 2..=2),
     ] {
         let masked = format!("preset = \"zaya1-nano\"\ndocument_mask = {mask}\nlayers = {layers}");
         let changes = [

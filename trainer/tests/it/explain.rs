@@ -367,7 +367,9 @@ fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     scratch.train("run");
     let seen = ("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false");
     scratch.run(&scratch.edited("seen.toml", &[seen]), "seen", |_| ()).unwrap();
-    for run in ["run", "seen"] {
+    let weighed = ("\n[optimizer]\n", "\n[source.web]\nloss_weight = 3\n\n[optimizer]\n");
+    scratch.run(&scratch.edited("weighed.toml", &[weighed]), "weighed", |_| ()).unwrap();
+    for run in ["run", "seen", "weighed"] {
         let all = AttributionOptions { documents: usize::MAX, subsets: 0 };
         let found = attribute(&mut open(&scratch, run), 6..7, all).unwrap();
         assert_eq!(found.lds, None);
@@ -414,6 +416,14 @@ fn products_of_gradients_are_what_is_predicted_where_nothing_moves() {
         let sum: f64 = subset.dropped.iter().map(of).sum();
         assert!((sum - subset.dot).abs() < 1e-9 * sum.abs().max(subset.dot.abs()), "they add up");
     }
+    // Weights multiply the gradient of the step, and not the loss that is predicted.
+    let weights =
+        "\n[source.web]\nloss_weight = 2\n\n[source.math]\nloss_weight = 2\n\n[optimizer]\n";
+    let weighed = [&still[..], &[("\n[optimizer]\n", weights)]].concat();
+    scratch.run(&scratch.edited("weighed.toml", &weighed), "weighed", stop_after(8)).unwrap();
+    let twice = attribute(&mut open(&scratch, "weighed"), 6..7, effort).unwrap();
+    let ratio = twice.predicted_step / found.predicted_step;
+    assert!((ratio - 2.0).abs() < 1e-3, "{ratio}");
 }
 
 #[test]

@@ -7,7 +7,9 @@ use proptest::prelude::*;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use trainer::mesh::{Degrees, GradReduce};
-use trainer::model::{ActivationCheckpointing, FeedForward, WeightShards, ZayaConfig, parameters};
+use trainer::model::{
+    ActivationCheckpointing, Attention, FeedForward, WeightShards, ZayaConfig, parameters,
+};
 use trainer::plan::{Fleet, PhaseNeeds, needs};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
@@ -20,11 +22,11 @@ use crate::same_bits::assert_same;
 use crate::support::{Scratch, is_full, stop_after, table};
 
 /// A scratch folder whose `run.toml` shards the weights of its phases into two and four, with further changes.
-fn folded(changes: &[(&str, &str)]) -> Scratch {
+pub(crate) fn folded(changes: &[(&str, &str)]) -> Scratch {
     let scratch = Scratch::new();
     let cuts = [
         ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2"),
-        ("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 16\nweight_shards = 4"),
+        ("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 8\nweight_shards = 4"),
     ];
     scratch.edited("run.toml", &[&cuts, changes].concat());
     scratch
@@ -39,7 +41,13 @@ type Ranks = (u32, u32, u32);
 const BF16: Change = ("dtype = \"f32\"", "dtype = \"bf16\"");
 const ADAMW: Change = ("kind = \"muon\"", "kind = \"adamw\"");
 const PLAIN: Change = ("[model]\n", "[model]\nfeed_forward = [\"mlp\", \"moe\"]\n");
-const HYBRID: Change = ("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
+const BASELINE: Change = (
+    "[model]\n",
+    "[model]\nlayers = [\"gqa\"]\nfeed_forward = [\"moe\", \"mlp\"]\nresidual = \"plain\"\nrouter = \"linear\"\n\
+     tie_word_embeddings = false\nskip = \"none\"\nnum_experts_per_tok = 2\nnorm_topk_prob = true\n\
+     num_shared_experts = 2\nlogits_dtype = \"f32\"\n",
+);
+const HYBRID: Change = ("[model]\n", "[model]\nlayers = [\"linear\", \"gqa\"]\nqk_norm = true\n");
 
 /// Trains `run.toml` with `world` ranks of these degrees, and expects the ledger of `alone`.
 fn assert_folded(scratch: &Scratch, wanted: RunOutcome, ranks: Ranks) {
@@ -55,18 +63,19 @@ fn assert_folded(scratch: &Scratch, wanted: RunOutcome, ranks: Ranks) {
 /// chunks.
 #[test]
 fn ranks_that_hold_weights_for_each_other_write_the_ledger_of_one() {
-    let cases: [(&[Change], &[Ranks]); 8] = [
+    let cases: [(&[Change], &[Ranks]); 9] = [
         (&[], &[(2, 1, 2), (4, 2, 2), (6, 1, 2)]),
         (&[BF16], &[(2, 1, 2), (8, 2, 4)]),
         (&[ADAMW], &[(4, 1, 4)]),
         (&[BF16, HYBRID], &[(8, 2, 2)]),
+        (&[BF16, BASELINE], &[(4, 2, 2)]),
         (&[PLAIN], &[(4, 1, 4)]),
         (&[BF16, PLAIN], &[(8, 2, 2)]),
         // With `FULL=1` alone.
         (&[], &[(4, 1, 4)]),
         (&[PLAIN], &[(2, 1, 2)]),
     ];
-    for (changes, degrees) in cases.into_iter().take(if is_full() { 8 } else { 6 }) {
+    for (changes, degrees) in cases.into_iter().take(if is_full() { 9 } else { 7 }) {
         let scratch = folded(changes);
         scratch.five_steps();
         let alone = scratch.train("alone");
@@ -244,7 +253,7 @@ fn planned_for(
 }
 
 /// The events of one kind of a run.
-fn events(scratch: &Scratch, out: &str, kind: &str) -> Vec<Value> {
+pub(crate) fn events(scratch: &Scratch, out: &str, kind: &str) -> Vec<Value> {
     let events = std::fs::read_to_string(scratch.path(out).join("events.jsonl")).unwrap();
     let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     events.filter(|event| event["event"] == kind).collect()
@@ -261,6 +270,7 @@ proptest! {
         let shape = ZayaConfig {
             hidden_size: 6, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 4,
             moe_intermediate_size: 10, num_experts: 3, vocab_size: 16,
+            layers: vec![Attention::Cca, Attention::Gqa],
             feed_forward: vec![FeedForward::Moe, FeedForward::Mlp],
             ..ZayaConfig::preset("zaya1-nano").unwrap()
         };

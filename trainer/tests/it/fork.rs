@@ -296,7 +296,7 @@ fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
         let drop_sources = sources.iter().map(|name| (*name).to_owned()).collect();
         WhatIfChange { drop_sources, ..none.clone() }
     };
-    refused(6, "fork", &without(&["news"]), &["news", "web, math"]);
+    refused(6, "fork", &without(&["news"]), &["news", "math, web"]);
     refused(6, "fork", &without(&["web", "math"]), &["--drop-source math: ", "only source"]);
     refused(6, "fork", &WhatIfChange { fp32: true, ..none.clone() }, &["already"]);
     let early = scratch.write("early.toml", "[[amendment]]\nstep = 6\nskip = true\n");

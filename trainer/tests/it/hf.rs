@@ -1,6 +1,7 @@
 //! Fear: that a model changes when exported to or imported from Hugging Face, or that a run forgets the origin of its
 //! weights.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write as _;
 use std::path::Path;
@@ -10,7 +11,7 @@ use contract::Class;
 use loader::{OpenedCurriculum, RankSlice};
 use tch::{Device, Tensor};
 use trainer::RunSpec;
-use trainer::export::export;
+use trainer::export::{WeightMean, export};
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
 use trainer::model::{MicroBatchInput, logits};
@@ -42,6 +43,36 @@ fn started(scratch: &Scratch, name: &str, start: &str) -> std::path::PathBuf {
 
 fn spec(path: &Path) -> RunSpec {
     RunSpec::new(&OpenedCurriculum::open(path).unwrap()).unwrap()
+}
+
+/// The mean of three states, against their own exports.
+#[test]
+fn an_exported_mean_is_that_of_the_exports() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let states = [4, 7, 10].map(|step| through(&scratch, step));
+    let path = scratch.path("run");
+    let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut mean = WeightMean::default();
+    states.iter().for_each(|state| mean.add(state).unwrap());
+    mean.export(replayer.spec(), &scratch.path("mean")).unwrap();
+    let read = |folder: &str| {
+        let file = scratch.path(folder).join("model.safetensors");
+        Tensor::read_safetensors(file).unwrap().into_iter().collect::<BTreeMap<_, _>>()
+    };
+    let (found, [first, second, third]) = (read("mean"), ["hf-4", "hf-7", "hf-10"].map(read));
+    assert!(found.keys().any(|name| name.contains("balancing_biases")));
+    for (name, mean) in &found {
+        let of = |all: &BTreeMap<String, Tensor>| {
+            Vec::<f32>::try_from(all[name].flatten(0, -1)).unwrap()
+        };
+        let mean = Vec::<f32>::try_from(mean.flatten(0, -1)).unwrap();
+        for (mean, each) in mean.iter().zip(of(&first).iter().zip(of(&second)).zip(of(&third))) {
+            let ((first, second), third) = each;
+            let wanted = (f64::from(*first) + f64::from(second) + f64::from(third)) / 3.0;
+            assert_eq!(*mean, wanted as f32, "{name}");
+        }
+    }
 }
 
 #[test]
@@ -178,12 +209,76 @@ fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
     }
 }
 
-/// transformers is a gigabyte, so it is not installed: `ZTRAIN_PYTHON` (or `python3`) is used.
+/// Changes of the curriculum's model, and what it is in transformers.
+const MODELS: [(&str, &str); 6] = [
+    ("", "zaya"),
+    (
+        "layers = [\"gqa\"]\nfeed_forward = [\"mlp\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\n\
+         tie_word_embeddings = false\n",
+        "llama",
+    ),
+    (
+        "layers = [\"gqa\"]\nfeed_forward = [\"mlp\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\n\
+         qk_norm = true\n",
+        "qwen3",
+    ),
+    (
+        "layers = [\"gqa\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\nrouter = \"linear\"\n\
+         skip = \"none\"\nbalance = \"none\"\nnum_experts_per_tok = 2\nnorm_topk_prob = true\n\
+         tie_word_embeddings = false\n",
+        "mixtral",
+    ),
+    (
+        "layers = [\"gqa\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\nrouter = \"linear\"\n\
+         skip = \"none\"\nbalance = \"none\"\nnum_experts_per_tok = 2\nqk_norm = true\n",
+        "qwen3_moe",
+    ),
+    (
+        "layers = [\"gqa\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\nrouter = \"linear\"\n\
+         skip = \"none\"\nbalance = \"none\"\nnum_experts_per_tok = 3\nnorm_topk_prob = true\n\
+         qk_norm = true\ntie_word_embeddings = false\n",
+        "qwen3_moe",
+    ),
+];
+
 #[test]
 fn transformers_computes_what_we_compute() {
+    MODELS.into_iter().for_each(|(model, name)| compare_with_transformers(model, name));
+}
+
+/// An imported Mixtral has no biases; a run may begin to balance its experts.
+#[test]
+fn a_start_without_biases_may_be_balanced() {
+    let (scratch, (model, _)) = (Scratch::new(), MODELS[3]);
+    scratch.edited("run.toml", &[("[model]\n", &format!("[model]\n{model}"))]);
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
+    through(&scratch, 2);
+    for (keys, wanted) in [("", 0), ("balance = \"bias\"\n", 3)] {
+        let path = started(&scratch, "next.toml", "start-2");
+        let text = fs::read_to_string(&path).unwrap();
+        let text = text.replace("[optimizer]", &format!("[model]\n{keys}[optimizer]"));
+        let (path, out) = (scratch.write("next.toml", &text), format!("next-{wanted}"));
+        scratch.run(&path, &out, stop_after(2)).unwrap();
+        let run = scratch.path(&out);
+        let mut replayer = Replayer::open(&run, &table(), Device::Cpu, Workers::new(1)).unwrap();
+        let state = replayer.state_after(2).unwrap();
+        for layer in &state.balance {
+            assert_eq!(layer.bias.len(), wanted);
+            assert_eq!(layer.bias.iter().any(|bias| *bias != 0.0), wanted > 0);
+        }
+    }
+}
+
+/// transformers is a gigabyte, so it is not installed: `ZTRAIN_PYTHON` (or `python3`) is used.
+fn compare_with_transformers(model: &str, name: &str) {
     let scratch = Scratch::new();
+    scratch.edited("run.toml", &[("[model]\n", &format!("[model]\n{model}"))]);
     scratch.train("run");
     let state = through(&scratch, 10);
+    let described = fs::read_to_string(scratch.path("hf-10/config.json")).unwrap();
+    assert!(described.contains(&format!("\"model_type\": \"{name}\"")), "{described}");
+    let path = started(&scratch, "next.toml", "start-10");
+    scratch.run(&path, "next", stop_after(1)).unwrap();
     let spec = spec(&scratch.path("run.toml"));
     let config = &spec.model_at(10).unwrap().config;
     let ids: Vec<i32> = (0..24).map(|index| (index * index * 7 + 3) % 50).collect();
@@ -195,6 +290,7 @@ fn transformers_computes_what_we_compute() {
         positions: &positions,
         mask: &[1; 24],
         boundaries: &[vec![0]],
+        weights: &[],
         rows: 1,
         seq_len: 24,
     };

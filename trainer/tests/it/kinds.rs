@@ -21,9 +21,22 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, table};
 
-/// Kinds of feed-forward (the list is repeated over the two layers), and the router classes of each layer.
-const PLAIN: [(&str, [usize; 2]); 3] =
-    [("[\"mlp\", \"moe\"]", [0, 4]), ("[\"moe\", \"mlp\"]", [4, 0]), ("[\"mlp\"]", [0, 0])];
+/// A Llama, which has no router at all.
+const LLAMA: &str = "[\"mlp\"]\nlayers = [\"gqa\"]\nresidual = \"plain\"\n\
+    partial_rotary_factor = 1.0\ntie_word_embeddings = false";
+
+/// Two of three experts for each token, and one that all tokens have; biases balance the router.
+const EXPERTS: &str = "[\"moe\"]\nlayers = [\"gqa\"]\nresidual = \"plain\"\n\
+    partial_rotary_factor = 1.0\nrouter = \"linear\"\nskip = \"none\"\n\
+    num_experts_per_tok = 2\nnorm_topk_prob = true\nnum_shared_experts = 1";
+
+/// Kinds of feed-forward (the list is repeated over the two layers), and how many counts each layer's router has.
+const PLAIN: [(&str, [usize; 2]); 4] = [
+    ("[\"mlp\", \"moe\"]", [0, 4]),
+    ("[\"moe\", \"mlp\"]\nrouter = \"linear\"", [4, 0]),
+    (LLAMA, [0, 0]),
+    (EXPERTS, [4, 4]),
+];
 
 /// A scratch folder whose `run.toml` has these feed-forwards.
 fn scratch_of(kinds: &str) -> Scratch {
@@ -55,8 +68,10 @@ fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
                 serde_json::from_value(line["tokens_per_expert"].clone()).unwrap();
             assert_eq!(router.iter().map(Vec::len).collect::<Vec<_>>(), classes, "{kinds}");
             let tokens = if line["step"].as_u64() < Some(7) { 6 * 32 } else { 5 * 64 };
+            let each = if kinds == EXPERTS { 2 } else { 1 };
             for counts in router.iter().filter(|counts| !counts.is_empty()) {
-                assert_eq!(counts.iter().sum::<u64>(), tokens);
+                assert_eq!(counts.iter().sum::<u64>(), each * tokens);
+                assert!(kinds != EXPERTS || counts[3] == 0, "no token is without experts");
             }
         }
         let [first, last] = [&steps[0], &steps[9]].map(|line| line["loss"].as_f64().unwrap());
@@ -69,6 +84,7 @@ fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
             stop_after(4)(exec);
             exec.validation = validation;
             exec.workers = Workers::new(2).keeping(ActivationCheckpointing::LayerInputs);
+            exec.workers = exec.workers.auditing(Some("1/1".parse().unwrap()));
         };
         scratch.run(&scratch.path("run.toml"), "parts", part).unwrap();
         let ended = scratch.run(&scratch.path("run.toml"), "parts", |exec| {
@@ -87,9 +103,20 @@ fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
             let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
             assert_eq!(replayed.verdict, Verdict::SameBits, "{kinds}: {:?}", replayed.difference);
         }
-        let fault = export(replayer.spec(), &state, &scratch.path("hf")).unwrap_err();
-        assert!(fault.to_string().contains("[model] feed_forward"), "{fault}");
-        assert!(fault.to_string().contains("\"mlp\"") && !scratch.path("hf").exists(), "{fault}");
+        let exported = export(replayer.spec(), &state, &scratch.path("hf"));
+        if kinds == LLAMA {
+            exported.unwrap();
+            continue;
+        }
+        let (fault, [key, value]) = (
+            exported.unwrap_err(),
+            match kinds {
+                EXPERTS => ["balance", "\"bias\""],
+                _ => ["feed_forward", "\"mlp\""],
+            },
+        );
+        assert!(fault.to_string().contains(&format!("[model] {key}")), "{fault}");
+        assert!(fault.to_string().contains(value) && !scratch.path("hf").exists(), "{fault}");
     }
 }
 
@@ -148,7 +175,7 @@ fn a_kind_that_nobody_knows_is_refused_with_its_key() {
         ("max_position_embeddings", "\"2\"", "wanted: a whole number"),
         ("rope_theta", "\"2\"", "wanted: a number"),
         ("feed_forward", "[\"moe\", \"mlp\", \"moe\"]", "one to num_hidden_layers (2) kinds"),
-        ("layers", "[\"mlp\"]", "wanted: `cca` or `linear`"),
+        ("layers", "[\"mlp\"]", "one of `cca`, `linear`, `gqa`"),
     ];
     for (key, kinds, words) in cases {
         let model = format!("[model]\n{key} = {kinds}\n");
@@ -170,6 +197,7 @@ fn no_phase_changes_the_shape_of_the_model() {
         ("micro_batch = 1", "feed_forward", "[\"mlp\"]"),
         ("micro_batch = 2", "hidden_size", "32"),
         ("micro_batch = 2", "num_experts", "4"),
+        ("micro_batch = 2", "num_shared_experts", "1"),
         ("micro_batch = 1", "num_key_value_heads", "1"),
     ] {
         let change = format!("{phase}\nmodel = {{ rope_theta = 5e3, {key} = {value} }}");

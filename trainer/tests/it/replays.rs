@@ -168,7 +168,10 @@ fn kept_states_are_bounded_in_number_and_bytes() {
     assert_eq!(names(), ["step-5"], "the newest one stays");
     let warnings = keeping(SavedStateLimits { states: 9, bytes: 1000 }, 8);
     assert!(warnings[0].contains("state after step 8 is not kept"), "{warnings:?}");
-    assert!(keeping(SavedStateLimits { states: 0, ..KEEP }, 8).is_empty(), "nobody asked for it");
+    assert!(
+        keeping(SavedStateLimits { states: 0, ..KEEP }, 8).is_empty(),
+        "a result that was not asked for"
+    );
     assert_eq!(names(), ["step-5"]);
     // If nothing can be written, the answer is the same, with a message.
     fs::remove_dir_all(scratch.path("run/replays")).unwrap();

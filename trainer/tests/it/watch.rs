@@ -237,6 +237,7 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
                 positions: batch.columns().positions,
                 mask: batch.columns().mask,
                 boundaries: &batch.boundaries,
+                weights: &[],
                 rows: 1,
                 seq_len: 64,
             };

@@ -45,7 +45,9 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
         None => print_line!("no rank correlation: too few subsets, or no change to rank"),
     }
     if let Some(lds) = lds_dot {
-        print_line!("the same of products of gradients at the state before step {first}: {lds:.3}");
+        print_line!(
+            "the same of dot products of gradients at the state before step {first}: {lds:.3}"
+        );
     }
     Ok(())
 }

@@ -27,13 +27,13 @@ pub(crate) struct Args {
 enum Benchmark {
     /// Measure a training step: time of each part, the model's operations, utilisation.
     Step(super::bench_step::Args),
-    /// Measure matrix products by size, ours and libtorch's, and attention.
+    /// Measure matmuls by size, ours and libtorch's, and attention.
     #[command(after_help = "Example: ztrain bench gemm --out cluster.toml --plot gemm.svg")]
     Gemm(super::bench_machine::GemmArgs),
     /// Measure memory bandwidth by operation: copy, scale, add, triad, the ledger's checksum, an addition of the tree.
     #[command(after_help = "Example: ztrain bench memory --out cluster.toml --plot memory.svg")]
     Memory(super::bench_machine::MemoryArgs),
-    /// Measure the operations between matrix products, ours and libtorch's.
+    /// Measure the operations between matmuls, ours and libtorch's.
     #[command(
         after_help = "Example: ztrain bench kernels --curriculum phase1.toml --dtype bf16 --plot kernels.svg"
     )]

@@ -1,4 +1,4 @@
-//! `ztrain bench gemm --curriculum` on a device: products of experts, each way that they could be computed.
+//! `ztrain bench gemm --curriculum` on a device: matmuls of experts, each way that they could be computed.
 
 use contract::Result;
 use contract::terminal::print_raw;

@@ -79,7 +79,7 @@ pub(crate) struct KernelArgs {
 /// Arguments of `gemm`.
 #[derive(clap::Args)]
 pub(crate) struct GemmArgs {
-    /// Also measure the shapes of this curriculum's model in its first phase, and on a device the products of its
+    /// Also measure the shapes of this curriculum's model in its first phase, and on a device the matmuls of its
     /// experts each way that they could be computed; store stubs are enough.
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
@@ -313,7 +313,7 @@ fn model(place: &Location) -> Result<(ZayaConfig, i64)> {
         return Err(Fault::usage("shapes are known of the layers of ZAYA1 alone")
             .at(opened.curriculum.place(&format!("model.{key}")))
             .found(format!("{kind:?}"))
-            .wanted("layers = [\"cca\"] and feed_forward = [\"moe\"]")
+            .wanted("the value of ZAYA1, which is the default")
             .hint("`ztrain bench step` measures a step of this model"));
     }
     let step = spec.plan.step(1)?;
@@ -423,7 +423,7 @@ fn product_chart(found: &[Product]) -> Chart {
     for (_, points) in &mut curves {
         points.sort_by(|left, right| left.0.total_cmp(&right.0).then(left.1.total_cmp(&right.1)));
     }
-    let title = "rate of products (GFLOP/s of a worker) over their operations, log-log".to_owned();
+    let title = "rate of matmuls (GFLOP/s of a worker) over their operations, log-log".to_owned();
     Chart { title, log: true, curves }
 }
 
@@ -495,7 +495,7 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
                 _ => ("zaya1-8b", 16_384),
             };
             let config =
-                ZayaConfig::preset(preset).ok_or_else(|| Fault::bug("a preset is gone"))?;
+                ZayaConfig::preset(preset).ok_or_else(|| Fault::bug("a preset is missing"))?;
             (config, tokens)
         }
     };

@@ -127,14 +127,14 @@ fn print_table(table: &StepTable) -> Result<()> {
     line("nothing to do, or in no part", table.idle, "")?;
     if let Some((name, seconds)) = table.parts.first() {
         let (mean, median) = (milliseconds(seconds / steps), milliseconds(table.median_of(0)));
-        print_line!("{mean:>10} {median:>10} {:>7}  {name} (beside the step before)", "");
+        print_line!("{mean:>10} {median:>10} {:>7}  {name} (during the step before)", "");
     }
     print_line!(
         "exactness: {:.1}% of a step (checksums of micro-batches, of the sum with its norm; the state's are the optimizer's)",
         100.0 * table.exactness / all
     );
     print_line!(
-        "model: {:.2} GFLOP a step, {:.1} GFLOP/s; {} products here: {:.1} GFLOP/s; utilisation {:.1}%",
+        "model: {:.2} GFLOP a step, {:.1} GFLOP/s; {} matmuls here: {:.1} GFLOP/s; utilisation {:.1}%",
         table.model_flops / steps / 1e9,
         table.model_flops / table.seconds / 1e9,
         table.dtype,
@@ -148,7 +148,7 @@ fn print_table(table: &StepTable) -> Result<()> {
 fn print_trace(trace: &Trace) -> Result<()> {
     let Trace { on_device, seconds, busy, top, parts, exactness } = trace;
     print_line!(
-        "a traced step of {:.2} ms: {:.2} ms of {}, {:.2} ms of it only check bits",
+        "a traced step of {:.2} ms: {:.2} ms of {}, of which {:.2} ms only check bits",
         1e3 * seconds,
         1e3 * busy,
         if *on_device { "kernels and copies on the device" } else { "libtorch's operations" },

@@ -17,7 +17,7 @@ use super::whatif::Changes;
     after_help = "Examples: ztrain fork runs/demo --step 47 --out runs/calm --drop-doc web-1234\n          \
     ztrain fork runs/demo --step 47 --out runs/calm --amend calm.toml\n\n\
     The new run has the ledger, checkpoints and name of the old one up to step N; nothing of the old one is written. \
-    `ztrain --curriculum NEW/run.toml --out NEW` goes on with it."
+    `ztrain --curriculum NEW/run.toml --out NEW` continues it."
 )]
 pub(crate) struct Args {
     #[command(flatten)]

@@ -11,7 +11,8 @@ use trainer::hf::import::import;
     after_help = "A curriculum begins with it by `init_from = \"FOLDER\"`; its [model] may then stay empty."
 )]
 pub(crate) struct Args {
-    /// A folder in the layout of transformers' zaya, or of Zyphra's first releases.
+    /// A folder in the layout of transformers' zaya, llama, qwen3, mixtral or qwen3_moe, or of Zyphra's first
+    /// releases.
     #[arg(value_name = "HF_DIR", value_parser = super::local("copy the folder here first"))]
     source: PathBuf,
     /// The folder to make.

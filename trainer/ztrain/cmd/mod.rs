@@ -55,9 +55,14 @@ use trainer::model;
 use trainer::replay::SavedStateLimits;
 use trainer::workers::Workers;
 
-/// Reads a place: a path, or `s3://bucket/key`.
+/// Reads a place: a path or a URL.
 pub(crate) fn place() -> impl TypedValueParser<Value = Location> {
     OsStringValueParser::new().try_map(|text| storage::locate_argument(&text))
+}
+
+/// Reads a place at which something is created.
+pub(crate) fn output_place() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(|text| storage::locate_output(&text))
 }
 
 /// Reads a path of this machine; `otherwise` says what to do with what lies elsewhere.
@@ -143,9 +148,6 @@ pub(crate) struct Speed {
     /// 1].
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(crate) workers: Option<usize>,
-    /// What --workers was called.
-    #[arg(long, value_name = "N", hide = true, value_parser = called_workers)]
-    pub(crate) lanes: Option<usize>,
     /// Keep only what enters each layer until its backward pass, and compute the rest again: less memory, more time.
     #[arg(long)]
     pub(crate) recompute: bool,
@@ -190,7 +192,6 @@ impl Speed {
         Speed {
             device: device.to_owned(),
             workers: None,
-            lanes: None,
             recompute: false,
             loader_threads: 1,
             prefetch: 2,
@@ -214,7 +215,7 @@ impl Speed {
             true => model::ActivationCheckpointing::LayerInputs,
             false => model::ActivationCheckpointing::Everything,
         };
-        let workers = self.workers.or(self.lanes).map_or_else(shared, Workers::new);
+        let workers = self.workers.map_or_else(shared, Workers::new);
         let ops = table.ops().map_err(|error| machine(&self.device, &error))?;
         Ok(workers.keeping(keep).computing_by(ops))
     }
@@ -312,8 +313,7 @@ impl SignalRequests {
     pub(crate) fn answer(&self, ranks: StartupStage) -> Result<()> {
         const STOP: &str = "asked to stop: the step at hand ends and the state is kept; a second SIGTERM or SIGINT ends the run \
                             at once";
-        const KEEP: &str =
-            "asked by SIGUSR1 to keep the state after the step at hand; the run goes on";
+        const KEEP: &str = "asked by SIGUSR1 to keep the state after this step; the run continues";
         const OTHERS: &str = "SIGUSR1 is not handed on to the ranks of another launcher: send it to them, as Slurm does";
         let stops = [SIGTERM, SIGINT, SIGHUP, SIGUSR2];
         let before = self.stop.load(Ordering::Relaxed);
@@ -408,11 +408,6 @@ fn is_ignored(signal: c_int) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     signal == SIGHUP && mask.is_some_and(|mask| mask & (1 << (SIGHUP - 1)) != 0)
-}
-
-/// Refuses the old name of a flag.
-fn called_workers(_: &str) -> std::result::Result<usize, &'static str> {
-    Err("this flag is called --workers now")
 }
 
 /// A flag's number above zero.

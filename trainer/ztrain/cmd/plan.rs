@@ -111,10 +111,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 }
 
 fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
-    let RunNeeds { parameters, ranks, machines, device, checkpoint, .. } = needs;
+    let RunNeeds { parameters, active_parameters, ranks, machines, device, checkpoint, .. } = needs;
     let mut lines = vec![format!(
-        "{:.1}M parameters | ranks {ranks}, machines {machines} | {} | {device}",
+        "{:.1}M parameters, {:.1}M active | ranks {ranks}, machines {machines} | {} | {device}",
         *parameters as f64 / 1e6,
+        *active_parameters as f64 / 1e6,
         fleet.grad_reduce.name(),
     )];
     // A batch that changes often has a segment for each size: the first and the last stand for all.
@@ -155,6 +156,11 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
         ));
     }
     lines.push(format!("ledger at the end: {}", size(needs.ledger_bytes)));
+    if let Some(last) = needs.fixed_until {
+        lines.push(format!(
+            "data: fixed up to step {last}; what later steps read follows from losses, within the bounds of `zdata plan`"
+        ));
+    }
     if !needs.fits {
         lines.push(
             "this does not fit: give --recompute, more ranks, smaller micro-batches, or --grad-reduce bucketed".to_owned(),
@@ -192,7 +198,7 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
     let there = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
     let parts: Vec<String> = there.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect();
     let gone = match activations {
-        0 => " (while weights are moved: activations are gone by then)",
+        0 => " (while weights are sent: activations are freed by then)",
         _ => "",
     };
     let mut lines = vec![

@@ -79,8 +79,8 @@ pub(super) fn estimate(
         return Err(Fault::usage("seconds are known of the layers of ZAYA1 alone")
             .at("--cluster")
             .found(format!("{kind:?} in [model] {key}"))
-            .wanted("layers = [\"cca\"] and feed_forward = [\"moe\"]")
-            .hint("leave --cluster out: memory and bytes are told without it"));
+            .wanted("the value of ZAYA1, which is the default")
+            .hint("leave --cluster out: memory and bytes are planned without it"));
     }
     for (first, phase) in firsts.zip(&needs.phases) {
         let time = estimate::step(setting, first, phase)?;
@@ -247,7 +247,7 @@ impl PhaseEstimate {
         }
         if let Some(CheckpointCost { stall, write, between, every, goodput }) = self.keeping {
             lines.push(format!(
-                "  checkpoint: stalls {}, writes {} beside the steps; best every {every} steps ({})",
+                "  checkpoint: stalls {}, writes {} while steps run; best every {every} steps ({})",
                 seconds(stall),
                 seconds(write),
                 seconds(every as f64 * time.seconds)

@@ -246,8 +246,10 @@ fn check_what_if(args: &Args, changed: bool) -> Result<()> {
             Err(fault.hint("leave --every out"))
         }
         Some((flag, _)) if !changed => {
-            let fault =
-                Fault::usage("nothing is changed: this shows a change beside the run").at(flag);
+            let fault = Fault::usage(
+                "this flag shows a changed step next to the run's, and nothing is changed",
+            )
+            .at(flag);
             Err(fault.wanted("--drop-doc, --drop-source, --lr, --clip, --fp32 or --optimizer-skip"))
         }
         _ if changed && args.attribute.is_some() => {

@@ -36,7 +36,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         let unreadable = view.log().unreadable;
         if unreadable > 0 {
             contract::note!(
-                "warning: left out, since nobody can read it: {} of {}",
+                "warning: {} of {} are unreadable and left out",
                 contract::counted(unreadable, "line"),
                 RunFolder::new(run).events().display()
             );

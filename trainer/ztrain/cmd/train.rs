@@ -12,6 +12,7 @@ use loader::{OpenedCurriculum, PrefetchOptions};
 use store::Location;
 use trainer::audit::AuditFraction;
 use trainer::checkpoint::{Retention, SnapshotOptions};
+use trainer::evaluate::Task;
 use trainer::folder::{RunFolder, RunLocks};
 use trainer::launch::{self, Launch, LaunchedRank, SupervisorLink, spawned_us};
 use trainer::validate::Validation;
@@ -74,8 +75,8 @@ struct CheckpointFlags {
     /// How long the ranks may take to write a checkpoint, which they do during the following steps.
     #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = super::patience)]
     checkpoint_timeout: Duration,
-    /// Where checkpoints lie, a folder or s3://bucket/key [default: in the run's folder; it remembers].
-    #[arg(long, value_name = "PLACE", value_parser = super::place())]
+    /// Where checkpoints lie, a folder or a URL [default: in the run's folder; it remembers].
+    #[arg(long, value_name = "PLACE", value_parser = super::output_place())]
     checkpoints: Option<Location>,
     /// Compute every step again from the first where no checkpoint can be used; each is held against the ledger.
     #[arg(long)]
@@ -122,10 +123,28 @@ struct MetricFlags {
     /// Validation sequences of each source, spread evenly over its held-out text.
     #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..))]
     validation_sequences: u64,
+    /// A task to score at each validation, JSON Lines of context, choices and answer; once for each task.
+    #[arg(long, value_name = "FILE", value_parser = super::place())]
+    eval: Vec<Location>,
     /// A program (by sh) that gets each step's curves as a line of JSON on its standard input, in the order of steps,
     /// once each; it never holds training up.
     #[arg(long, value_name = "PROGRAM")]
     metrics_exec: Option<String>,
+}
+
+impl MetricFlags {
+    /// The tasks, read for the run of a curriculum.
+    fn tasks(&self, opened: &OpenedCurriculum) -> Result<Arc<[Task]>> {
+        if !self.eval.is_empty() && self.validate_every == 0 {
+            return Err(Fault::usage(
+                "tasks are scored when there is a validation, and there is none",
+            )
+            .at("--eval")
+            .found("--validate-every 0")
+            .wanted("--validate-every STEPS"));
+        }
+        Ok(Task::read(&self.eval, opened)?.into())
+    }
 }
 
 /// Trains until the last step, a signal or a fault.
@@ -144,13 +163,15 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         let min_ranks = args.faults.min_ranks.or(touched.then_some(1));
         let stay = args.faults.min_ranks.unwrap_or(count.div_ceil(2));
         if args.faults.replicate && min_ranks.is_none() {
-            return Err(Fault::usage("copies are for ranks that go on without others")
+            return Err(Fault::usage("copies are for ranks that continue after others are lost")
                 .at("--replicate")
-                .found("no --min-ranks beside it")
+                .found("no --min-ranks")
                 .hint("give --min-ranks 1 as well, or leave --replicate out"));
         }
         // What is wrong with the curriculum is said once, and before anything starts.
-        RunSpec::of_run(&OpenedCurriculum::open(curriculum)?, &args.folder()?)?;
+        let opened = OpenedCurriculum::open(curriculum)?;
+        RunSpec::of_run(&opened, &args.folder()?)?;
+        args.metrics.tasks(&opened)?;
         if stops_early(stop) {
             return Ok(0);
         }
@@ -218,7 +239,7 @@ fn as_rank(
     };
     if launched.is_none() && (args.faults.min_ranks.is_some() || args.faults.replicate) {
         contract::note!(
-            "note: --min-ranks and --replicate are for several ranks; one has nobody to go on without it"
+            "note: --min-ranks and --replicate are for several ranks; with one rank they do nothing"
         );
     }
     if launched.is_none() && args.ranks.transport() != Transport::Auto {
@@ -238,6 +259,7 @@ fn as_rank(
         return Ok((ExitInfo { spoke_first: true, missed: None }, Ok(())));
     }
     let outcome = opened.and_then(|opened| {
+        exec.tasks = args.metrics.tasks(&opened)?;
         if args.speed.workers.is_none() {
             fit_workers(&mut exec, &opened, &world)?;
         }
@@ -288,7 +310,7 @@ fn stops_early(stop: &AtomicBool) -> bool {
     let asked = stop.load(Ordering::Relaxed);
     if asked {
         contract::note!(
-            "stopped as asked, before anything began: nothing was trained; the same command goes on"
+            "stopped as asked before the first step: nothing was trained; the same command starts the run"
         );
     }
     asked

@@ -273,7 +273,7 @@ fn wrong_templates_are_refused_with_their_place() {
         (named("missing.jinja"), &["missing.jinja"][..]),
         (named("none/tokenizer_config.json"), &["no `chat_template`", "chat_template.jinja"]),
         (named("broken.jinja"), &["cannot be read", "line 2", ":9:17"]),
-        (named("alone.jinja"), &["`bos_token`", "tokenizer_config.json beside it"]),
+        (named("alone.jinja"), &["`bos_token`", "tokenizer_config.json next to it"]),
         (named("named.json"), &["rag", "default"]),
         (named("tokenizer.json"), &["no `chat_template`"]),
         (named("plain.jinja") + "\nchat_date = \"2024-07-26\"", &["asks for no date"]),

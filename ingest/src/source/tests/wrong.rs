@@ -89,7 +89,7 @@ fn files_of_another_kind_are_named() {
         for fields in &fields {
             let file = write(name, bytes);
             let format = Format::guess(&file.path).unwrap_or(Format::JsonLines);
-            let opened = open_on(&Real, &file.path, format, fields, &Limits::default());
+            let opened = open_on(&Real, &file.path, format, fields, &Limits::default(), None);
             let fault = opened.and_then(|mut input| input.next_slab()).map(drop).unwrap_err();
             let told = fault.to_string();
             assert!(told.contains(is) && told.contains(next), "{name}: {told}");

@@ -19,6 +19,14 @@ fn an_address_has_one_spelling() {
         ("s3://b/a/b c/100%/d%20e.jsonl", "b", "a/b c/100%/d%20e.jsonl"),
         ("s3://b/folder/", "b", "folder"),
         ("s3://b/..a/.b/c..", "b", "..a/.b/c.."),
+        ("gs://Old_b.1-2/key", "Old_b.1-2", "key"),
+        ("az://b/a/b c/", "b", "a/b c"),
+        ("https://example.org:8443/a%20b/c.gz", "example.org:8443", "a%20b/c.gz"),
+        ("http://127.0.0.1:9000/a", "127.0.0.1:9000", "a"),
+        ("http://[::1]/a", "[::1]", "a"),
+        ("hf://datasets/o/n/a/b c", "datasets/o/n", "a/b c"),
+        ("hf://datasets/o/n@v1.0/a", "datasets/o/n@v1.0", "a"),
+        ("hf://datasets/squad@refs%2Fpr%2F1/a/b", "datasets/squad@refs%2Fpr%2F1", "a/b"),
     ] {
         let address = Address::parse(url).unwrap();
         assert_eq!((address.bucket(), address.key()), (bucket, key), "{url}");
@@ -41,7 +49,6 @@ fn an_address_has_one_spelling() {
         "s3://b/..",
         "s3://b/a\nb",
         "S3://b/key",
-        "gs://b/key",
         "/b/key",
         "s3://my bucket/x",
         "s3://../x",
@@ -53,6 +60,37 @@ fn an_address_has_one_spelling() {
         let fault = Address::parse(url).unwrap_err();
         assert_eq!(fault.class(), Class::Usage, "{url}");
         assert!(fault.to_string().contains("wanted: s3://bucket/key"), "{url}: {fault}");
+    }
+}
+
+#[test]
+fn a_wrong_address_is_refused_with_the_form_of_its_kind() {
+    for (url, wanted) in [
+        ("gs://", "gs://bucket/key"),
+        ("gs://b", "gs://bucket/key"),
+        ("gs://b/a//c", "gs://bucket/key"),
+        ("az://my container/x", "az://container/key"),
+        ("az://c/../x", "az://container/key"),
+        ("https://", "https://host/path"),
+        ("https://host", "https://host/path"),
+        ("https://user@host/x", "https://host/path"),
+        ("https://host/x?token=1", "https://host/path"),
+        ("https://host/x#y", "https://host/path"),
+        ("https://host/*.gz", "https://host/path"),
+        ("http://host/x", "https://"),
+        ("http://localhost.evil.org/x", "https://"),
+        ("hf://models/o/n/x", "hf://datasets/owner/name"),
+        ("hf://datasets/o", "hf://datasets/owner/name"),
+        ("hf://datasets/o/n", "hf://datasets/owner/name"),
+        ("hf://datasets/o/n@/x", "hf://datasets/owner/name"),
+        ("hf://datasets/o/n@a b/x", "hf://datasets/owner/name"),
+        ("hf://datasets/../n@main/x", "hf://datasets/owner/name"),
+        ("hf://datasets//n@main/x", "hf://datasets/owner/name"),
+    ] {
+        let fault = Address::parse(url).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{url}");
+        let told = fault.to_string();
+        assert!(told.contains("wanted: ") && told.contains(wanted), "{url}: {told}");
     }
 }
 
@@ -114,7 +152,7 @@ proptest! {
     /// `join` and `folder` undo each other.
     #[test]
     fn a_folder_holds_what_is_joined_to_it(parts in prop::collection::vec("[a-c%. ]{1,4}[a-c]", 1..5)) {
-        let mut at = Address::of_bucket("b");
+        let mut at = Address::parse("s3://b/x").unwrap().root();
         for part in &parts {
             let below = at.join(part);
             prop_assert_eq!(&below.folder(), &at);

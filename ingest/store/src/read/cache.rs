@@ -1,6 +1,7 @@
 //! An LRU cache, so that ten thousand shards need neither ten thousand open files nor the memory of ten thousand
 //! indexes.
 
+use std::hash::Hash;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lru::LruCache;
@@ -10,33 +11,33 @@ pub(super) type Slot = (u64, usize);
 
 /// A map bounded by the weight of its values. Values are shared handles: an evicted one lives until its last user drops
 /// it.
-pub(super) struct Lru<V> {
+pub(super) struct Lru<V, K: Hash + Eq = Slot> {
     limit: u64,
-    inner: Mutex<Inner<V>>,
+    inner: Mutex<Inner<V, K>>,
 }
 
-struct Inner<V> {
+struct Inner<V, K: Hash + Eq> {
     weight: u64,
-    entries: LruCache<Slot, (u64, V)>,
+    entries: LruCache<K, (u64, V)>,
 }
 
-impl<V: Clone> Lru<V> {
+impl<V: Clone, K: Hash + Eq> Lru<V, K> {
     /// An empty map whose values may weigh `limit` in total. A single heavier value is kept alone.
     pub(super) fn new(limit: u64) -> Self {
         Lru { limit, inner: Mutex::new(Inner { weight: 0, entries: LruCache::unbounded() }) }
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner<V>> {
+    fn inner(&self) -> MutexGuard<'_, Inner<V, K>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The value at `slot`, marked as most recently used.
-    pub(super) fn get(&self, slot: Slot) -> Option<V> {
+    pub(super) fn get(&self, slot: K) -> Option<V> {
         self.inner().entries.get(&slot).map(|(_, value)| value.clone())
     }
 
     /// Stores `value` at `slot` and evicts the least recently used values until the rest fits.
-    pub(super) fn put(&self, slot: Slot, weight: u64, value: V) {
+    pub(super) fn put(&self, slot: K, weight: u64, value: V) {
         let Inner { weight: sum, entries } = &mut *self.inner();
         let mut gone = entries.pop(&slot);
         loop {

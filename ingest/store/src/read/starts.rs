@@ -1,10 +1,11 @@
 //! Where documents begin: a sparse index in memory, the rest read from the file by position.
 //!
-//! The whole file is read once, checked by its digest and thinned to every 512th start; a window then costs one small
-//! read. So memory is a fraction of a byte per document, and the units of a batch stay in memory even in a store of ten
-//! trillion tokens. Starts are counted in the shard.
+//! The whole file is read once, checked by its digest and thinned to every 512th start; a window then needs a page of
+//! 512 starts, which is read again unless it is among those used last. So memory is a fraction of a byte per document,
+//! and the units of a batch stay in memory even in a store of ten trillion tokens. Starts are counted in the shard.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::column::ColumnFile;
 use crate::ShardRecord;
@@ -72,25 +73,33 @@ impl StartIndex {
         first..(below(tokens.end) * self.stride).clamp(first, self.rows)
     }
 
-    /// Calls `each` with every start of `rows`, in order.
+    /// Calls `each` with the starts of `rows`, in order; `page` returns those that are not in memory.
     pub(super) fn visit(
         &self,
         rows: Range<u64>,
-        file: impl FnOnce() -> Result<std::sync::Arc<ColumnFile>>,
-        mut each: impl FnMut(u64),
+        page: impl Fn(Range<u64>) -> Result<Arc<[u64]>>,
+        mut each: impl FnMut(&[u64]),
     ) -> Result<()> {
         if self.stride == 1 {
-            self.samples[rows.start as usize..rows.end as usize].iter().for_each(|s| each(*s));
+            each(&self.samples[rows.start as usize..rows.end as usize]);
             return Ok(());
         }
-        let file = file()?;
-        for (part, offset) in pieces(rows) {
-            let mut bytes = vec![0; ((part.end - part.start) * WIDTH) as usize];
-            file.read(&mut bytes, offset)?;
-            words(&bytes).for_each(&mut each);
+        for first in rows.clone().step_by(self.stride as usize) {
+            each(&page(first..rows.end.min(first + self.stride))?);
         }
         Ok(())
     }
+}
+
+/// Reads the starts of `rows`.
+pub(super) fn read_rows(file: &ColumnFile, rows: Range<u64>) -> Result<Arc<[u64]>> {
+    let mut starts = Vec::with_capacity((rows.end - rows.start) as usize);
+    for (part, offset) in pieces(rows) {
+        let mut bytes = vec![0; ((part.end - part.start) * WIDTH) as usize];
+        file.read(&mut bytes, offset)?;
+        starts.extend(words(&bytes));
+    }
+    Ok(starts.into())
 }
 
 /// The samples so far.

@@ -242,5 +242,5 @@ fn a_manifest_without_its_sum_is_no_path_that_was_mistyped() {
     fs::remove_file(folder.path().join(open::MANIFEST_SUM)).unwrap();
     let fault = open::manifest(folder.path()).unwrap_err();
     assert_eq!(fault.class(), Class::Data);
-    assert!(fault.to_string().contains("has no sum beside it"), "{fault}");
+    assert!(fault.to_string().contains("has no digest file next to it"), "{fault}");
 }

@@ -33,6 +33,10 @@ impl Remote for Bucket {
         self.0.fetch(object)
     }
 
+    fn version(&self, object: &Address) -> io::Result<String> {
+        self.0.version(object)
+    }
+
     fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
         self.0.create(object, bytes)
     }

@@ -142,7 +142,10 @@ fn optimizers_are_those_of_the_cpu() {
         let short = &played.read::<u16>(short)[behind..];
         match rounded {
             true => assert_eq!(super::tensor_bf16(short, &[elements as i64]), narrow),
-            false => assert!(short.iter().all(|bits| *bits == u16::MAX), "nobody asked for it"),
+            false => assert!(
+                short.iter().all(|bits| *bits == u16::MAX),
+                "a result that was not asked for"
+            ),
         }
     }
     assert_eq!(rows.next(), None);

@@ -34,7 +34,8 @@ impl KernelChoice {
 
     /// Whether the variable requests the library's implementation; `None` if it requests none.
     ///
-    /// # Errors If it requests an unknown implementation.
+    /// # Errors
+    /// If it requests an unknown implementation.
     pub(crate) fn asked(&self) -> Result<Option<bool>> {
         self.meant(&std::env::var(self.variable).unwrap_or_default())
     }

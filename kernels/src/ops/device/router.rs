@@ -77,7 +77,7 @@ pub(super) fn router(
         probabilities,
         choice: choice.shallow_clone(),
     };
-    Ok((Routes { choice, weight, state }, saved))
+    Ok((Routes { choice, weight, state: Some(state) }, saved))
 }
 
 /// The backward pass of a GELU, into `out`.

@@ -12,7 +12,8 @@ use crate::{Error, Result};
 
 /// Whether libtorch has such matmuls on this device. Tries a small one, once per process.
 ///
-/// # Errors If memory runs out during the attempt, which answers nothing.
+/// # Errors
+/// If memory runs out during the attempt, which answers nothing.
 pub(crate) fn multiplies(device: Device) -> Result<bool> {
     static ANSWER: OnceLock<bool> = OnceLock::new();
     if let Some(answer) = ANSWER.get() {

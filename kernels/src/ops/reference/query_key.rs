@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::{columns, to_f32};
 use crate::Result;
+use crate::ops::rotary::{rotated, rotated_back};
 use crate::ops::{
     ConvShift, ConvShiftGrads, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check,
     composed,
@@ -102,7 +103,7 @@ pub(super) fn query_key(z: &Tensor, raw: Tensor, by: QueryKey) -> Result<Queries
     let factors = length.f_clamp_min(f64::from(f32::EPSILON))?.f_reciprocal()?;
     let factors = factors.f_mul_scalar((width as f64).sqrt())?;
     let out = raw.f_mul(&factors.f_mul(&scales(by)?)?)?;
-    let out = rotated(&out, by.angles[0], by.angles[1])?.f_to_kind(kind)?;
+    let out = rotated(&out, by.angles)?.f_to_kind(kind)?;
     Ok(QueriesAndKeys { out, raw, factors })
 }
 
@@ -115,7 +116,7 @@ pub(super) fn query_key_backward(
 ) -> Result<QueryKeyGrads> {
     let (_, [_, _, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     let [queries, keys, _] = by.shape;
-    let grad = rotated(&grad, by.angles[0], &by.angles[1].f_neg()?)?;
+    let grad = rotated_back(&grad, by.angles)?;
     let scales = scales(by)?;
     let dot = grad.f_mul(raw)?.f_sum_dim_intlist(-1, true, Kind::Float)?;
     let of_keys = factors.f_mul(&dot)?.f_narrow(0, queries, keys)?;
@@ -154,14 +155,4 @@ fn split(heads: &Tensor, [queries, keys, _]: [i64; 3]) -> Result<(Tensor, Tensor
 fn scales(by: QueryKey) -> Result<Tensor> {
     let ones = by.temperature.f_new_ones([by.shape[0]], (Kind::Float, by.temperature.device()))?;
     Ok(Tensor::f_cat(&[&ones, by.temperature], 0)?.f_view([-1, 1, 1])?)
-}
-
-/// Rotary embedding: the first dimensions of each head, paired by halves, rotated by each token's angles.
-fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let (half, width) = (cos.size()[1], x.size()[2]);
-    let (a, b) = (x.f_narrow(2, 0, half)?, x.f_narrow(2, half, half)?);
-    let turned_a = a.f_mul(cos)?.f_sub(&b.f_mul(sin)?)?;
-    let turned_b = b.f_mul(cos)?.f_add(&a.f_mul(sin)?)?;
-    let rest = x.f_narrow(2, 2 * half, width - 2 * half)?;
-    Ok(Tensor::f_cat(&[turned_a, turned_b, rest], 2)?)
 }

@@ -244,11 +244,12 @@ proptest! {
         }
     }
 
-    /// Equal to f64 for any chunk and number of shards; a token without a label has no loss and no gradient.
+    /// Equal to f64 for any chunk and number of shards; a token without a label has no loss and no gradient. Weights of
+    /// labels multiply the gradient, not the loss.
     #[test]
     fn losses_and_their_gradients(
         labels in prop::collection::vec(0i64..30, 1..40),
-        masked in prop::collection::vec(any::<bool>(), 40),
+        weighed in prop::collection::vec(prop_oneof![Just(0.0f32), Just(1.0), 0.01..9.0f32], 40),
         (width, chunk, shards, part) in (1i64..16, 1i64..50, 1i64..8, any::<bool>()),
         kind in float(),
         seed in 0u64..1000,
@@ -257,14 +258,14 @@ proptest! {
         let hidden = random(&[tokens, width], seed).to_kind(kind);
         let weights = random(&[30, width], seed + 1).to_kind(kind);
         let labels = Tensor::from_slice(&labels);
-        let mask: Vec<f32> = masked.iter().take(tokens as usize).map(|mask| f32::from(*mask)).collect();
-        let mask = Tensor::from_slice(&mask);
+        let mask = Tensor::from_slice(&weighed[..labels.numel()]);
         let (hidden, labels, mask) = (&hidden, &labels, &mask);
         let by = CrossEntropy { hidden, weights: &weights, labels, mask, chunk, shards, part };
         let [x, w] = [hidden, &weights].map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
         let log = x.mm(&w.tr()).log_softmax(-1, Kind::Double);
-        let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1) * -mask;
-        (wanted.sum(Kind::Double) / 7.0).backward();
+        let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1).neg();
+        ((&wanted * mask).sum(Kind::Double) / 7.0).backward();
+        let wanted = wanted * mask.gt(0.0);
         let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-5 };
         for table in [CPU, REFERENCE, EMULATED] {
             let found = table.cross_entropy_backward(by, 7.0).unwrap();
@@ -394,8 +395,65 @@ proptest! {
             some.chain(sums).chain([down, fc1, fc2, out]).collect::<Vec<_>>()
         };
         let pairs = all(EMULATED, back).into_iter().zip(all(REFERENCE, wanted_back));
-        for (found, wanted) in pairs.chain([(found.weight, wanted.weight), (found.state, wanted.state)]) {
+        for (found, wanted) in pairs.chain([(found.weight, wanted.weight), (found.state.unwrap(), wanted.state.unwrap())]) {
             prop_assert!(difference(&found, &wanted) < limit, "{}", difference(&found, &wanted));
         }
+    }
+}
+
+proptest! {
+    /// The k largest, the first of equal ones, in ascending order; their probabilities, or their shares of the sum.
+    #[test]
+    fn a_token_has_its_most_probable_classes(
+        levels in prop::collection::vec(prop::collection::vec(0i8..4, 9), 1..6),
+        biases in prop::collection::vec(0i8..3, 9),
+        count in 1i64..9,
+        (normalized, balanced) in any::<(bool, bool)>(),
+    ) {
+        // Few levels, so that many logits and biases are equal.
+        let logits: Vec<f32> = levels.iter().flatten().map(|level| f32::from(*level)).collect();
+        let logits = Tensor::from_slice(&logits).reshape([-1, 9]);
+        let biases: Vec<f32> = biases.iter().map(|level| 0.25 * f32::from(*level)).collect();
+        let balance = Tensor::from_slice(&biases);
+        let by = linear_router::TopK { count, normalized };
+        let balance = balanced.then_some(&balance);
+        let [probabilities, choice, weight] = linear_router::chosen(&logits, balance, by).unwrap();
+        let choice: Vec<i64> = choice.try_into().unwrap();
+        let weight: Vec<f32> = weight.flatten(0, 1).try_into().unwrap();
+        for token in 0..levels.len() {
+            let own: Vec<f32> = probabilities.get(token as i64).try_into().unwrap();
+            let score = |class: &usize| own[*class] + if balanced { biases[*class] } else { 0.0 };
+            let mut classes: Vec<usize> = (0..9).collect();
+            classes.sort_by(|left, right| score(right).total_cmp(&score(left)).then(left.cmp(right)));
+            classes.truncate(count as usize);
+            classes.sort_unstable();
+            let rows = token * count as usize..(token + 1) * count as usize;
+            let found: Vec<usize> = choice[rows.clone()].iter().map(|class| *class as usize).collect();
+            prop_assert_eq!(&found, &classes);
+            let sum = if normalized { classes.iter().map(|class| own[*class]).sum() } else { 1.0f32 };
+            let wanted: Vec<f32> = classes.iter().map(|class| own[*class] / sum).collect();
+            prop_assert_eq!(&weight[rows], &wanted[..]);
+        }
+    }
+
+    /// The rows of a token are copies, and their sum is in order.
+    #[test]
+    fn rows_of_a_token_are_repeated_and_added_in_order(
+        (tokens, width, count) in (1i64..5, 1i64..9, 1i64..9), kind in float(), seed in 0u64..1000,
+    ) {
+        let by = linear_router::TopK { count, normalized: false };
+        let x = random(&[tokens, width], seed).to_kind(kind);
+        let rows = linear_router::repeated(&x, by).unwrap();
+        prop_assert_eq!(&rows, &x.repeat_interleave_self_int(count, 0, None));
+        let rows = random(&[tokens * count, width], seed + 1).to_kind(kind);
+        let found = linear_router::summed(&rows, by).unwrap();
+        let rows: Vec<f32> = rows.to_kind(Kind::Float).reshape([-1]).try_into().unwrap();
+        let row = (count * width) as usize;
+        let sum = |token: usize, column: usize| {
+            let own = rows[token * row..][..row].iter().skip(column).step_by(width as usize);
+            own.copied().reduce(|sum, next| sum + next).unwrap()
+        };
+        let wanted: Vec<f32> = (0..(tokens * width) as usize).map(|at| sum(at / width as usize, at % width as usize)).collect();
+        prop_assert_eq!(found, Tensor::from_slice(&wanted).reshape([tokens, width]).to_kind(kind));
     }
 }

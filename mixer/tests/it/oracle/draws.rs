@@ -167,6 +167,7 @@ pub(super) fn facts(tokens: &[u64]) -> Vec<SourceFacts> {
             tokens: tokens[i],
             documents: 1,
             unit: 12,
+            selection: None,
         })
         .collect()
 }

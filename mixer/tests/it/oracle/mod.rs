@@ -237,6 +237,7 @@ fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
                     seq_len,
                     spans,
                     banned,
+                    objective: None,
                 });
                 given[entry] += 1;
             }
@@ -368,7 +369,7 @@ proptest! {
         let first_of_last = 1 + phases[..last].iter().map(|phase| phase.steps).sum::<u64>();
         let stretched = phases[last].is_ramp() && step >= first_of_last;
         prop_assert_eq!(plan(&longer, &sources).digest_through(step) == before, !stretched);
-        let unused = SourceFacts { name: "unused".to_owned(), tokens: 5, documents: 1, unit: 7 };
+        let unused = SourceFacts { name: "unused".to_owned(), tokens: 5, documents: 1, unit: 7, selection: None };
         let mut sources_more = vec![unused];
         sources_more.extend(sources.iter().rev().cloned());
         prop_assert_eq!(plan(&phases, &sources_more).digest_through(step), before);

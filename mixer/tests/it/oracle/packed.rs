@@ -113,6 +113,7 @@ fn facts(tokens: [u64; 2]) -> Vec<SourceFacts> {
         tokens,
         documents: 1,
         unit: 12,
+        selection: None,
     };
     ["a", "b"].into_iter().zip(tokens).map(fact).collect()
 }

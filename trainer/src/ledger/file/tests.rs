@@ -60,7 +60,7 @@ fn a_ledger_of_another_format_is_refused_with_what_to_do() {
     for opened in [appending, Ledger::read(&path).map(|_| ())] {
         let fault = opened.unwrap_err();
         assert_eq!(fault.class(), Class::Mismatch);
-        for word in ["format 2", "format 6", "the version that began it"] {
+        for word in ["format 2", "format 7", "the version that began it"] {
             assert!(fault.to_string().contains(word), "{fault}");
         }
     }

@@ -1,5 +1,7 @@
 //! Valid configurations, and the errors of invalid ones.
 
+use contract::{Digestible as _, Hasher};
+
 use super::*;
 use serde_json::json;
 
@@ -62,7 +64,13 @@ fn what_cannot_be_names_the_field() {
         (refused(None, "num_hidden_layers", json!(0)), "[model] num_hidden_layers"),
         (refused(None, "num_attention_heads", json!(3)), "multiple of num_key_value_heads"),
         (refused(None, "partial_rotary_factor", json!(0.3)), "even number"),
-        (refused(None, "num_experts_per_tok", json!(2)), "the only value"),
+        (refused(None, "num_experts_per_tok", json!(2)), "1, the only value with router"),
+        (refused(None, "num_experts_per_tok", json!(0)), "1, the only value with router"),
+        (refused(None, "norm_topk_prob", json!(true)), "[model] norm_topk_prob"),
+        (refused(None, "skip", json!("none")), "\"zero\" or \"identity\", the only value"),
+        (refused(None, "balance", json!("none")), "\"bias\", the only value"),
+        (refused(None, "balance", json!("loss")), "`bias` or `none`"),
+        (refused(None, "num_shared_experts", json!(-1)), "0 to 4096"),
         (refused(None, "hidden_act", json!("gelu")), "silu"),
         (refused(None, "rms_norm_eps", json!(0.0)), "a positive number"),
         (refused(None, "layers", json!(["cca", "lin"])), "[model] layers"),
@@ -74,20 +82,32 @@ fn what_cannot_be_names_the_field() {
     for (message, part) in cases {
         assert!(message.contains(part), "{message}");
     }
+    let linear = |count: i64, experts: i64| {
+        let given = [("router", json!("linear")), ("num_experts", json!(experts))];
+        let given = [&given[..], &[("num_experts_per_tok", json!(count))]].concat();
+        ZayaConfig::resolve(None, &fields(&given)).map_err(|fault| fault.to_string())
+    };
+    for (count, experts, most) in [(9, 16, 8), (0, 16, 8), (4, 3, 3)] {
+        assert!(linear(count, experts).unwrap_err().contains(&format!("1 to {most}")));
+    }
+    assert_eq!(linear(8, 16).unwrap().num_experts_per_tok, 8);
 }
 
-/// A start written before there was a choice, and a curriculum that needs only ZAYA1.
+/// Code for ZAYA1 alone learns the key that is not ZAYA1's.
 #[test]
-fn experts_are_what_goes_without_saying() {
-    let mut value = serde_json::to_value(nano()).unwrap();
-    let said = value.as_object_mut().unwrap().remove("feed_forward");
-    assert_eq!(said, Some(json!(["moe"])));
-    assert_eq!(serde_json::from_value::<ZayaConfig>(value).unwrap(), nano());
+fn what_is_not_zaya1s_is_named() {
     assert_eq!(nano().foreign(), None);
     let of = |key: &str, kinds| nano().with_fields(&fields(&[(key, kinds)]), str::to_owned);
     for (key, kinds) in [("layers", ["cca", "linear"]), ("feed_forward", ["moe", "mlp"])] {
         assert_eq!(of(key, json!(kinds)).unwrap().foreign(), Some((key, kinds[1])));
     }
+    for (key, value) in [("residual", "plain"), ("router", "linear")] {
+        assert_eq!(of(key, json!(value)).unwrap().foreign(), Some((key, value)));
+    }
+    let head = of("tie_word_embeddings", json!(false)).unwrap();
+    assert_eq!(head.foreign(), Some(("tie_word_embeddings", "false")));
+    let shared = of("num_shared_experts", json!(1)).unwrap();
+    assert_eq!(shared.foreign().unwrap().0, "num_shared_experts");
 }
 
 #[test]
@@ -104,6 +124,10 @@ fn every_field_reaches_the_digest() {
             Value::Bool(flag) => json!(!flag),
             Value::String(text) if text == "zero" => json!("identity"),
             Value::String(text) if text == "retention" => json!("none"),
+            Value::String(text) if text == "scaled" => json!("plain"),
+            Value::String(text) if text == "mlp" => json!("linear"),
+            Value::String(text) if text == "bias" => json!("none"),
+            Value::String(text) if text == "model" => json!("f32"),
             Value::Array(_) if key == "feed_forward" => json!(["moe", "mlp"]),
             Value::Array(_) => json!(["cca", "linear"]),
             Value::String(text) => json!(format!("{text}x")),

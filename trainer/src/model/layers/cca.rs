@@ -4,26 +4,23 @@
 //! shard, those of its heads. Both convolutions see the token before: their left padding is applied once, before the
 //! first, so that the second sees the first one's bias before a span begins. Queries, keys and values are one matmul.
 //!
-//! A chunk reads adjacent rows of other chunks, and earlier keys and values. Where ranks share the chunks, keys and
-//! values are gathered again in the backward pass, so that no rank saves those of others. Keys need the mean of the
-//! queries, so values are sent first and travel while queries and keys are computed. The backward pass is in
-//! `cca_back`.
+//! A chunk reads adjacent rows of other chunks, and earlier keys and values. Keys need the mean of the queries, so
+//! values are sent first and travel while queries and keys are computed. Attention itself is in `softmax`, the backward
+//! pass in `cca_back`.
 
 use kernels::Result;
-use kernels::ops::{Attended, Attention, ConvShift, QueryKey};
-use kernels::tree::Counter;
-use tch::{Kind, Tensor};
+use kernels::ops::{ConvShift, QueryKey};
+use tch::Tensor;
 
 use super::heads::{CcaGrads, Heads, HeadsGrads, below, columns, rows, shards};
+use super::softmax::{SavedSoftmax, ShardedAttention, back_over_shards, largest_of, over_shards};
 use crate::model::ZayaConfig;
-use crate::model::activity::larger;
 use crate::model::cut::{Chunk, Cut, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
 use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
 use crate::model::line::SharedRows;
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
-use crate::model::shards::Shards;
 use crate::refusal::refused;
 use crate::timing::{StepPart, part};
 
@@ -47,10 +44,7 @@ pub(in crate::model) struct Saved {
     /// `[N, C + K d]`: projected queries, keys and values before convolutions and shift, chunk after chunk, followed by
     /// the rows of other ranks that these read.
     pub(super) projected: Tensor,
-    /// `[K, N, d]`, of the local chunks.
-    pub(super) key: Tensor,
-    /// `[N, K d]`, likewise.
-    pub(super) value: Tensor,
+    pub(super) softmax: SavedSoftmax,
     pub(super) chunks: Vec<SavedChunk>,
 }
 
@@ -64,9 +58,6 @@ pub(in crate::model) struct SavedChunk {
     pub(super) raw: Tensor,
     /// `[G, n, 1]`: sqrt(d) over the length of each.
     pub(super) factor: Tensor,
-    /// `[G, n, d]`: queries and keys.
-    pub(super) qk: Tensor,
-    pub(super) attended: Attended,
 }
 
 impl LayerKind for Cca {
@@ -165,7 +156,7 @@ impl Layer for Cca {
         state: Option<Vec<Tensor>>,
     ) -> contract::Result<Forward<Vec<Saved>>> {
         let _watch = part(StepPart::Attention);
-        let (out, saved) = self.compute(pass, x).map_err(refused)?;
+        let (out, saved) = over_shards(self, pass, x).map_err(refused)?;
         Ok(Forward { out, state, counts: None, saved })
     }
 
@@ -178,27 +169,16 @@ impl Layer for Cca {
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
         let _watch = part(StepPart::AttentionBack);
-        let (x, gradients) = self.compute_back(pass, saved, grad).map_err(refused)?;
-        for (chunk, gradients) in gradients.into_iter().enumerate() {
-            let mut sink = sink.of(chunk);
-            self.emit(gradients, &mut sink)?;
+        let (x, gradients) = back_over_shards(self, pass, saved, grad).map_err(refused)?;
+        for (chunk, shards) in gradients.into_iter().enumerate() {
+            let joined = HeadsGrads::joined(pass.config, pass.ops, shards).map_err(refused)?;
+            self.emit(joined, &mut sink.of(chunk))?;
         }
         Ok(Backward { x, state })
     }
 
     fn largest_logit(&self, pass: &Pass<'_>, saved: &Vec<Saved>) -> contract::Result<Option<f64>> {
-        let mut largest = None::<f64>;
-        for shard in saved {
-            let seen = |of: &Tensor, dim| pass.chunks.earlier(of, dim)?.wait();
-            let key = seen(&shard.key, 1).map_err(refused)?;
-            let value = seen(&shard.value, 0).map_err(refused)?;
-            for (chunk, saved) in pass.chunks.iter().zip(&shard.chunks) {
-                let seen = QueriesWithKeys::of(chunk, &saved.qk, &key, &value, shard.heads.shape);
-                let found = seen.and_then(|seen| seen.largest_logit(chunk)).map_err(refused)?;
-                largest = Some(largest.map_or(found, |largest| larger(largest, found)));
-            }
-        }
-        Ok(largest)
+        largest_of(pass, saved.iter().map(|shard| &shard.softmax))
     }
 }
 
@@ -255,55 +235,43 @@ impl Cca {
         emit(sink, self.conv_grouped, grads.grouped)?;
         emit(sink, self.o_proj, grads.o_proj)
     }
+}
 
-    /// The parameters that ranks shard, as [`Cca::heads`] takes them.
+impl ShardedAttention<5> for Cca {
+    type Saved = Saved;
+    type Grads = HeadsGrads;
+
+    /// In the order in which [`Cca::heads`] takes them.
     fn held(&self) -> [ParamId; 5] {
         [self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed, self.o_proj]
     }
 
-    /// Attention over the normed residual of each chunk: a sum over shards.
-    fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Saved>)> {
-        let (mut outs, mut saved) = (Vec::new(), Vec::new());
-        let mut coming = Shards::new(pass, self.held(), shards(pass))?;
-        for shard in 0..shards(pass) {
-            let heads = self.heads(pass, shard, coming.next()?)?;
-            let (out, mut saved_shard) = heads.forward(pass, x)?;
-            if pass.folded.is_some() {
-                saved_shard.heads.reshard();
-            }
-            outs.push(out);
-            saved.push(saved_shard);
-        }
-        let out = over_shards(outs)?.into_iter().map(|out| out.f_to_kind(pass.kind));
-        Ok((out.collect::<std::result::Result<_, _>>()?, saved))
-    }
-
-    /// From the gradient of the output: that of the normed residual, and those of the parameters, by chunk.
-    fn compute_back(
+    fn shard_forward(
         &self,
         pass: &Pass<'_>,
-        saved: Vec<Saved>,
-        grad: &[Tensor],
-    ) -> Result<(Vec<Tensor>, Vec<CcaGrads>)> {
-        let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
-        grad.iter().for_each(|_| gradients.push(Vec::new()));
-        let mut coming = Shards::new(pass, self.held(), shards(pass))?;
-        for (number, mut shard) in (0..).zip(saved) {
-            if let Some(came) = coming.next()? {
-                shard.heads = self.heads(pass, number, Some(came))?;
-            }
-            let (input, chunk_gradients) = shard.backward(pass, grad)?;
-            inputs.push(input);
-            gradients
-                .iter_mut()
-                .zip(chunk_gradients)
-                .for_each(|(chunk, chunk_gradients)| chunk.push(chunk_gradients));
+        number: i64,
+        came: Option<[Tensor; 5]>,
+        x: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Saved)> {
+        let (out, mut saved) = self.heads(pass, number, came)?.forward(pass, x)?;
+        if pass.folded.is_some() {
+            saved.heads.reshard();
         }
-        let joined = |shards| HeadsGrads::joined(pass.config, pass.ops, shards);
-        let gradients = gradients.into_iter().map(joined);
-        let inputs = over_shards(inputs)?.into_iter().map(|input| input.f_to_kind(pass.kind));
-        let inputs = inputs.collect::<std::result::Result<_, _>>()?;
-        Ok((inputs, gradients.collect::<Result<_>>()?))
+        Ok((out, saved))
+    }
+
+    fn shard_backward(
+        &self,
+        pass: &Pass<'_>,
+        number: i64,
+        came: Option<[Tensor; 5]>,
+        mut saved: Saved,
+        grad: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Vec<HeadsGrads>)> {
+        if came.is_some() {
+            saved.heads = self.heads(pass, number, came)?;
+        }
+        saved.backward(pass, grad)
     }
 }
 
@@ -330,19 +298,10 @@ impl Heads {
             first += x.size()[0];
             chunks.push(self.query_key(pass, chunk, x, &part, taps)?);
         }
-        let [queries, keys, _] = self.shape;
-        let key = chunks.iter().map(|(projected, _)| projected.f_narrow(0, queries, keys));
-        let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
-        let (seen, values) = (all.earlier(&key, 1)?.wait()?, values.wait()?);
-        let (mut outs, mut saved) = (Vec::new(), Vec::new());
-        for (chunk, (qk, of_chunk)) in all.iter().zip(chunks) {
-            let seen = QueriesWithKeys::of(chunk, &qk, &seen, &values, self.shape)?;
-            let attended = ops.attention(seen.operands(chunk))?;
-            outs.push(pass.of_shard(&attended.heads, &self.o_proj.f_tr()?)?);
-            let [x, taps, raw, factor] = of_chunk;
-            saved.push(SavedChunk { x, taps, raw, factor, qk, attended });
-        }
-        Ok((outs, Saved { heads: self, projected, key, value, chunks: saved }))
+        let (qk, chunks): (Vec<_>, Vec<_>) = chunks.into_iter().unzip();
+        let by = [&value, &self.o_proj];
+        let (outs, softmax) = SavedSoftmax::forward(pass, qk, by, values, self.shape)?;
+        Ok((outs, Saved { heads: self, projected, softmax, chunks }))
     }
 
     /// Queries and keys of a chunk, from its rows of the projections, and what the backward pass reads of them.
@@ -353,10 +312,11 @@ impl Heads {
         x: &Tensor,
         projected: &Tensor,
         taps: Tensor,
-    ) -> Result<(Tensor, [Tensor; 4])> {
+    ) -> Result<(Tensor, SavedChunk)> {
         let raw = pass.ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;
         let made = pass.ops.query_key(projected, raw, self.turned(chunk))?;
-        Ok((made.out, [x.shallow_clone(), taps, made.raw, made.factors]))
+        let (x, raw, factor) = (x.shallow_clone(), made.raw, made.factors);
+        Ok((made.out, SavedChunk { x, taps, raw, factor }))
     }
 
     pub(super) fn convolution<'a>(&'a self, chunk: &'a Chunk) -> ConvShift<'a> {
@@ -370,57 +330,4 @@ impl Heads {
         let (bias, temperature) = (&self.grouped_bias, &self.temp);
         QueryKey { bias, temperature, angles: chunk.rotary.angles(), shape: self.shape }
     }
-}
-
-/// A chunk's queries with the keys and values that they see.
-pub(super) struct QueriesWithKeys {
-    query: Tensor,
-    pub(super) key: Tensor,
-    pub(super) value: Tensor,
-    shape: [i64; 3],
-}
-
-impl QueriesWithKeys {
-    /// From the tables of keys and values.
-    pub(super) fn of(
-        chunk: &Chunk,
-        qk: &Tensor,
-        key: &Tensor,
-        value: &Tensor,
-        shape: [i64; 3],
-    ) -> Result<QueriesWithKeys> {
-        let (key, value) = (chunk.keys(key, 1)?, chunk.keys(value, 0)?);
-        Ok(QueriesWithKeys { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
-    }
-
-    /// The largest logit of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
-    fn largest_logit(&self, chunk: &Chunk) -> Result<f64> {
-        let [queries, keys, width] = self.shape;
-        let (mut largest, mut first) = (f64::NEG_INFINITY, 0);
-        for span in &chunk.spans {
-            let query = self.query.f_narrow(1, span.start, span.len)?.f_to_kind(Kind::Float)?;
-            let query = query.f_unflatten(0, [keys, queries / keys])?;
-            let key = self.key.f_narrow(1, first, span.keys())?.f_to_kind(Kind::Float)?;
-            let logits = query.f_matmul(&key.f_unsqueeze(1)?.f_transpose(-1, -2)?)?;
-            let (shape, options) = ([span.len, span.keys()], (Kind::Bool, logits.device()));
-            let later = Tensor::f_ones(shape, options)?.f_triu(span.before + 1)?;
-            let seen = logits.f_masked_fill(&later, f64::NEG_INFINITY)?;
-            largest = larger(largest, seen.f_max()?.f_double_value(&[])? / (width as f64).sqrt());
-            first += span.keys();
-        }
-        Ok(largest)
-    }
-
-    pub(super) fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
-        let QueriesWithKeys { query, key, value, shape } = self;
-        let kept = Some(&chunk.attending);
-        Attention { query, key, value, spans: &chunk.spans, shape: *shape, kept }
-    }
-}
-
-/// The sum over shards, by chunk: a tree in the order of shards.
-fn over_shards(shards: Vec<Vec<Tensor>>) -> Result<Vec<Tensor>> {
-    let mut sum = Counter::new();
-    shards.into_iter().try_for_each(|shard| sum.push(shard))?;
-    sum.total()
 }

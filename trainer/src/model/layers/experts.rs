@@ -1,4 +1,7 @@
-//! Top-1 experts without capacity: tokens sorted by expert, one matmul per expert, gathered back.
+//! Experts without capacity: tokens sorted by expert, one matmul per expert, gathered back.
+//!
+//! A token with several experts is as many rows, in ascending order of the experts; their outputs are added in that
+//! order, the first copied. Below, N counts such rows.
 //!
 //! Unsorting is a gather, never an addition. The skip class comes last in the order and has no expert. An expert
 //! without a token is not computed, and its gradient is exactly zero. Shards are parts of the inner width.
@@ -6,6 +9,7 @@
 use std::ops::Range;
 
 use kernels::Result;
+use kernels::ops::linear_router::{repeated, summed};
 use kernels::ops::{Dispatch, OpsTable, ParamGradient, Routes, UsedExperts};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
@@ -110,6 +114,7 @@ impl Experts {
             drop(rows);
             let (weight, passed) = (routes.weight.shallow_clone(), self.passed(&sorted));
             let mixed = pass.ops.gather(&out, &order, passed, &weight)?;
+            let mixed = summed(&mixed, pass.config.top_k())?;
             Ok((mixed, Saved { order, weight, sorted, inner, out }))
         });
         found.collect()
@@ -157,7 +162,7 @@ impl Experts {
     /// The rows that skipped tokens contribute, or their gradients; `None` stands for zeros.
     fn passed<'a>(&self, rows: &'a Tensor) -> Option<&'a Tensor> {
         match self.skip {
-            SkipOutput::Zero => None,
+            SkipOutput::Zero | SkipOutput::None => None,
             SkipOutput::Identity => Some(rows),
         }
     }
@@ -165,7 +170,8 @@ impl Experts {
     fn gathered(&self, pass: &Pass<'_>, saved: Saved, grad: &Tensor) -> Result<BackwardChunk> {
         let Saved { order, weight, sorted, inner, out } = saved;
         let passed = self.passed(&sorted);
-        let [out, weight] = pass.ops.gather_backward(&out, &order, passed, &weight, grad)?;
+        let grad = repeated(grad, pass.config.top_k())?;
+        let [out, weight] = pass.ops.gather_backward(&out, &order, passed, &weight, &grad)?;
         let rows = sorted.f_narrow(0, 0, order.computed)?;
         let (params, sum) = (Vec::new(), Counter::new());
         Ok(BackwardChunk { order, rows, inner, out, weight, params, sum })
@@ -175,7 +181,7 @@ impl Experts {
 impl ForwardChunk {
     fn new(pass: &Pass<'_>, x: &Tensor, routes: &Routes) -> Result<ForwardChunk> {
         let order = pass.ops.dispatch(&routes.choice, pass.config.num_experts + 1)?;
-        let sorted = pass.ops.permute(x, &order)?;
+        let sorted = pass.ops.permute(&repeated(x, pass.config.top_k())?, &order)?;
         let rows = sorted.f_narrow(0, 0, order.computed)?;
         Ok(ForwardChunk { order, sorted, rows, inner: Vec::new(), sum: Counter::new() })
     }
@@ -218,7 +224,7 @@ impl BackwardChunk {
 }
 
 impl Saved {
-    /// Tokens of each class, the skip last.
+    /// Tokens of each expert, and last those without one.
     pub(super) fn counts(&self) -> &Tensor {
         &self.order.counts
     }

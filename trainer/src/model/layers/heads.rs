@@ -142,7 +142,7 @@ fn channels(parts: &[Tensor], query: i64) -> Result<Tensor> {
 }
 
 /// Stacks matrices: an alias where they are adjacent in memory, as one layer's projections are.
-pub(super) fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
+pub(super) fn below(parts: &[Tensor]) -> Result<Tensor> {
     let bytes = |part: &Tensor| part.numel() * part.kind().elt_size_in_bytes();
     let follows = |pair: &[&Tensor]| {
         pair.iter().all(|part| part.is_contiguous())

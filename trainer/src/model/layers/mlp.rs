@@ -16,8 +16,10 @@ use crate::model::shards::Shards;
 use crate::refusal::refused;
 use crate::timing::{StepPart, part};
 
-/// `down(silu(gate(x)) * up(x))`, as wide inside as an expert.
+/// `down(silu(gate(x)) * up(x))`, as wide inside as an expert, or as several of them.
 pub(in crate::model) struct Mlp {
+    /// The inner width.
+    inner: i64,
     gate: ParamId,
     up: ParamId,
     down: ParamId,
@@ -42,32 +44,21 @@ struct BackwardChunk<'a> {
 
 impl LayerKind for Mlp {
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
-        let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
-        let (wide, narrow) = ([inner, hidden], [hidden, inner]);
-        let mut scope = params.inside("mlp", "mlp");
-        let mut matrix = |name: &str, shape: [i64; 2], dim| {
-            let id = scope.matrix(name, name, shape);
-            scope.cut(id, Sharding::new(&shape, dim, 1, inner))
-        };
-        Mlp {
-            gate: matrix("gate_proj.weight", wide, 0),
-            up: matrix("up_proj.weight", wide, 0),
-            down: matrix("down_proj.weight", narrow, 1),
-        }
+        Mlp::inside(params, config, "mlp", config.moe_intermediate_size)
     }
 
     fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
-        work.tokens * 3.0 * (config.hidden_size * config.moe_intermediate_size) as f64
+        work.tokens * 3.0 * (config.hidden_size * self.inner) as f64
     }
 
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
         // Input and output; gate, up, and their product.
-        narrow * (2 * config.hidden_size + 3 * config.moe_intermediate_size) as u64
+        narrow * (2 * config.hidden_size + 3 * self.inner) as u64
     }
 
     /// A shard at a time.
     fn weight_copies(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-        narrow * 3 * (config.hidden_size * config.moe_intermediate_size) as u64 / cut.shards
+        narrow * 3 * (config.hidden_size * self.inner) as u64 / cut.shards
     }
 }
 
@@ -124,6 +115,28 @@ impl Layer for Mlp {
 }
 
 impl Mlp {
+    /// Declares one of this name and inner width.
+    pub(super) fn inside(
+        params: &mut ParamDeclarations<'_>,
+        config: &ZayaConfig,
+        name: &str,
+        inner: i64,
+    ) -> Mlp {
+        let hidden = config.hidden_size;
+        let (wide, narrow) = ([inner, hidden], [hidden, inner]);
+        let mut scope = params.inside(name, name);
+        let mut matrix = |name: &str, shape: [i64; 2], dim| {
+            let id = scope.matrix(name, name, shape);
+            scope.cut(id, Sharding::new(&shape, dim, 1, inner))
+        };
+        Mlp {
+            inner,
+            gate: matrix("gate_proj.weight", wide, 0),
+            up: matrix("up_proj.weight", wide, 0),
+            down: matrix("down_proj.weight", narrow, 1),
+        }
+    }
+
     /// The outputs of some chunks. All of them use a shard before the next one.
     fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> kernels::Result<Vec<(Tensor, Saved)>> {
         let begun = |x: &Tensor| Saved { x: x.shallow_clone(), inner: Vec::new() };
@@ -180,7 +193,7 @@ impl Mlp {
         if let Some(came) = came {
             return Ok(came);
         }
-        let range = share(pass.config.moe_intermediate_size, pass.shards, shard);
+        let range = share(self.inner, pass.shards, shard);
         let side = |weight: ParamId| rows(&pass.weights[weight], std::slice::from_ref(&range));
         let [gate, up] = [side(self.gate)?, side(self.up)?];
         Ok([gate, up, columns(&pass.weights[self.down], range)?])

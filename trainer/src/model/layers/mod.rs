@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cca   compressed convolutional attention (cca_back: its backward pass; heads: its weights by shard)
+//! gqa   grouped-query attention     softmax  what both compute of queries, keys and values
 //! linear  linear attention
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward
@@ -12,6 +13,7 @@ pub(super) mod cca;
 mod cca_back;
 pub(super) mod embedding;
 mod experts;
+mod gqa;
 pub(super) mod head;
 mod heads;
 mod linear;
@@ -19,6 +21,7 @@ mod mlp;
 mod moe;
 pub(super) mod norm;
 mod router;
+mod softmax;
 
 use super::kinds::{Attention, FeedForward};
 use super::layer::{LayerConstructor, make};
@@ -28,6 +31,7 @@ pub(super) fn make_attention(kind: Attention) -> LayerConstructor {
     match kind {
         Attention::Cca => make::<cca::Cca>,
         Attention::Linear => make::<linear::Linear>,
+        Attention::Gqa => make::<gqa::Gqa>,
     }
 }
 

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::model::ZayaConfig;
 use crate::model::gradients::{ChunkGradients, emit};
+use crate::model::kinds::ResidualKind;
 use crate::model::layer::Pass;
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::refusal::refused;
@@ -91,13 +92,9 @@ impl RmsNorm {
 
 /// `(out + hidden_bias) * hidden_scale + (residual + residual_bias) * residual_scale`.
 ///
-/// The papers write `a * x + b`; the code that trained ZAYA1 adds first.
-pub(in crate::model) struct Residual {
-    hidden_scale: ParamId,
-    hidden_bias: ParamId,
-    residual_scale: ParamId,
-    residual_bias: ParamId,
-}
+/// The papers write `a * x + b`; the code that trained ZAYA1 adds first. A plain residual has no parameters: it is
+/// computed in the same way with scales of 1 and biases of 0, which change no bit of the sum.
+pub(in crate::model) struct Residual(Option<[ParamId; 4]>);
 
 impl Residual {
     pub(in crate::model) fn declare(
@@ -106,12 +103,14 @@ impl Residual {
     ) -> Self {
         let mut vector =
             |name: &str, value: f32| params.vector(name, name, config.hidden_size, value);
-        Residual {
-            hidden_scale: vector("hidden_states_scale", 1.0),
-            hidden_bias: vector("hidden_states_bias", 0.0),
-            residual_scale: vector("residual_scale", 1.0),
-            residual_bias: vector("residual_bias", 0.0),
-        }
+        Residual((config.residual == ResidualKind::Scaled).then(|| {
+            [
+                vector("hidden_states_scale", 1.0),
+                vector("hidden_states_bias", 0.0),
+                vector("residual_scale", 1.0),
+                vector("residual_bias", 0.0),
+            ]
+        }))
     }
 
     pub(in crate::model) fn forward(
@@ -120,7 +119,7 @@ impl Residual {
         out: &Tensor,
         residual: &Tensor,
     ) -> Result<Tensor> {
-        pass.ops.residual(out, residual, self.scaling(pass)).map_err(refused)
+        pass.ops.residual(out, residual, self.scaling(pass)?).map_err(refused)
     }
 
     /// The scaled sum, and its norm in [`Pass::kind`].
@@ -131,7 +130,7 @@ impl Residual {
         residual: &Tensor,
         norm: &RmsNorm,
     ) -> Result<(Tensor, (Tensor, SavedNorm))> {
-        let (weight, by) = (&pass.weights[norm.weight], self.scaling(pass));
+        let (weight, by) = (&pass.weights[norm.weight], self.scaling(pass)?);
         let made = pass.ops.residual_norm(out, residual, by, weight, norm.eps);
         let [sum, normed, factor] = made.map_err(refused)?;
         let x = sum.shallow_clone();
@@ -148,24 +147,24 @@ impl Residual {
         returned: NormOutputGrads,
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<(Tensor, Tensor)> {
-        let (by, back) = (self.scaling(pass), norm.back(pass, &returned));
+        let (by, back) = (self.scaling(pass)?, norm.back(pass, &returned));
         let found = pass.ops.residual_norm_backward(out, residual, by, back);
         let (found, weight) = found.map_err(refused)?;
         emit(sink, norm.weight, weight)?;
-        let ids = [self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias];
-        for (id, gradient) in ids.into_iter().zip(found.scaling) {
+        for (id, gradient) in self.0.into_iter().flatten().zip(found.scaling) {
             emit(sink, id, gradient)?;
         }
         Ok((found.branch, found.residual))
     }
 
-    fn scaling<'a>(&self, pass: &Pass<'a>) -> ResidualScaling<'a> {
-        let of = |id| pass.weights.of(id);
-        ResidualScaling {
-            scale: of(self.hidden_scale),
-            bias: of(self.hidden_bias),
-            residual_scale: of(self.residual_scale),
-            residual_bias: of(self.residual_bias),
-        }
+    fn scaling<'a>(&self, pass: &'a Pass<'_>) -> Result<ResidualScaling<'a>> {
+        let [scale, bias, residual_scale, residual_bias] = match self.0 {
+            Some(ids) => ids.map(|id| pass.weights.of(id)),
+            None => {
+                let [scale, bias] = pass.neutral()?;
+                [scale, bias, scale, bias]
+            }
+        };
+        Ok(ResidualScaling { scale, bias, residual_scale, residual_bias })
     }
 }

@@ -174,23 +174,27 @@
     });
   };
 
-  const validation = () => {
-    const run = () => Report.run.validation;
+  // What is computed between two steps: a line for each name, and one for `all` where there is one.
+  const between = (id, title, run, whole, of) => {
     const names = run().names;
-    const columns = () => [run().all, ...run().sources];
+    const columns = () => [...(whole ? [run().all] : []), ...of()];
     return Report.plot({
-      id: "validation", title: "Validation", height: 130, log: false, skipStart: true, xs: run().steps, columns: columns(),
-      series: [{ colour: "--ink", width: 1.8, points: true }, ...names.map((name) => ({ colour: colourOf(name), width: 1.2, points: true }))],
+      id, title, height: 130, log: false, skipStart: true, xs: run().steps, columns: columns(),
+      series: [...(whole ? [{ colour: "--ink", width: 1.8, points: true }] : []), ...names.map((name) => ({ colour: colourOf(name), width: 1.2, points: true }))],
       refresh: () => ({ xs: run().steps, columns: columns() }),
       read: (at) => {
         const index = run().steps.findLastIndex((one) => one <= step(at));
         if (index < 0) return [reading("", "none yet")];
-        return [reading(`step ${int(run().steps[index])}: all`, num(run().all[index])), ...(names.length > 1 ? names.map((name, one) => swatch(css(colourOf(name)), name, num(run().sources[one][index]))) : [])];
+        const header = `step ${int(run().steps[index])}`;
+        const listed = names.map((name, one) => swatch(css(colourOf(name)), name, num(of()[one][index])));
+        return whole ? [reading(`${header}: all`, num(run().all[index])), ...(names.length > 1 ? listed : [])] : [reading("", header), ...listed];
       },
     });
   };
+  const validation = () => between("validation", "Validation", () => Report.run.validation, true, () => Report.run.validation.sources);
+  const evaluation = () => between("evaluation", "Accuracy", () => Report.run.evaluation, false, () => Report.run.evaluation.accuracy);
   const colourOf = (name) => {
-    const all = Report.run.sources ? Report.run.sources.names : Report.run.validation.names;
+    const all = [...(Report.run.sources ? Report.run.sources.names : Report.run.validation.names), ...Report.run.evaluation.names];
     return `--c${Math.max(0, all.indexOf(name)) % 8}`;
   };
 
@@ -219,6 +223,8 @@
       });
     };
     repaint();
+    // The name by which a part of the plan mixes a source: its own, or that of the source whose bucket it is.
+    const key = (part, one) => (sources().names[one] in part.mix ? sources().names[one] : sources().wholes[one]);
     const planned = (u) => {
       const { ctx } = u;
       const { left, top, width, height } = u.bbox;
@@ -233,7 +239,9 @@
         const from = u.valToPos(part.first - 0.5, "x", true);
         const to = u.valToPos(part.first + part.steps - 0.5, "x", true);
         let sum = 0;
-        for (const name of sources().names.slice(0, -1)) {
+        const keys = sources().names.map((_, one) => key(part, one));
+        // A line above the last bucket of a source that the mix names as a whole.
+        for (const name of keys.filter((name, one) => one + 1 < keys.length && name !== keys[one + 1])) {
           sum += part.mix[name] || 0;
           const y = u.valToPos(sum, "y", true);
           ctx.beginPath();
@@ -250,7 +258,8 @@
       read: (at) => {
         const bin = Math.min(count() - 1, Math.floor((step(at) - 1) / sources().width));
         const part = Report.segment(Report.run, step(at));
-        return sources().names.map((name, one) => swatch(css(`--c${one % 8}`), name, `${percent(sources().share[one][bin] || 0)} (planned ${percent(part.mix[name] || 0)})`));
+        const share = (name, of) => `planned ${percent(part.mix[of] || 0)}${of === name ? "" : ` for all of ${of}`}`;
+        return sources().names.map((name, one) => swatch(css(`--c${one % 8}`), name, `${percent(sources().share[one][bin] || 0)} (${share(name, key(part, one))})`));
       },
     });
   };
@@ -359,6 +368,7 @@
     { of: () => smoothed("loss"), make: () => column({ id: "loss", title: "Loss", key: "loss", height: 220, log: false, smooth: true, skipStart: true, format: (v) => num(v, 5) }) },
     { of: () => mixed(Report.run.sources?.names), make: bySource },
     { of: () => (Report.run.validation.steps.length ? Report.run.validation.names.join("\n") : null), make: validation },
+    { of: () => (Report.run.evaluation.steps.length ? Report.run.evaluation.names.join("\n") : null), make: evaluation },
     { of: () => smoothed("norm"), make: () => column({ id: "norm", title: "Gradient norm", key: "norm", height: 130, log: true, smooth: true, format: (v) => num(v) }) },
     { of: () => "lr", make: () => column({ id: "lr", title: "Learning rate", key: "lr", height: 90, zero: true, format: (v) => num(v, 3) }) },
     { of: () => mixed(Report.run.sources?.names), make: mixture },

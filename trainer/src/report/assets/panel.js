@@ -70,7 +70,7 @@
   const signed = (value) => (value > 0 ? "+" : "") + num(value, 3);
   const worst = (token) => {
     const [before, own, after] = token.text;
-    const mark = make("mark", { text: own, title: `token ${token.token}: ${num(token.loss, 3)} nats` });
+    const mark = make("mark", { text: own, title: `${token.token === null ? "a token of fill-in-the-middle" : `token ${token.token}`}: ${num(token.loss, 3)} nats` });
     mark.style.setProperty("--heat", String(Math.min(60, 12 + 4 * token.loss)));
     return make("pre", {}, before, mark, after);
   };

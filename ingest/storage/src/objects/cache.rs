@@ -19,7 +19,7 @@ use store::disk::Whole;
 use store::location::LocalFile;
 use store::{disk, regular};
 
-use crate::environment;
+use crate::environment::{Environment, cache_folder};
 
 /// The prefix of names of incomplete copies.
 const PART: &str = ".part-";
@@ -76,16 +76,11 @@ impl From<PinnedCopy> for LocalFile {
     }
 }
 
-/// Where copies are kept.
-pub(super) fn folder() -> Result<PathBuf> {
-    environment::cache_folder(&environment::here)
-}
-
 impl Cache {
     /// Opens the cache of a kind, of at most `limit` bytes; whole objects and blocks use the limit of the environment.
     pub(super) fn open(kind: &str, limit: Option<u64>) -> Result<Self> {
-        let folder = folder()?;
-        let limit = limit.map_or_else(|| environment::cache_bytes(&environment::here), Ok)?;
+        let folder = cache_folder()?;
+        let limit = limit.map_or_else(|| Environment::here().cache_bytes(), Ok)?;
         // This is about the cache folder, not the object to be read: never report a missing file.
         let unusable = |error: Error| {
             Error::other(format!("the cache folder {} (ZDATA_CACHE): {error}", folder.display()))

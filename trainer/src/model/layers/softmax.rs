@@ -1,0 +1,390 @@
+//! Causal softmax attention over the chunks of a micro-batch: from queries, keys and values to the output projection,
+//! and back.
+//!
+//! A chunk's queries see earlier keys and values. Where ranks share the chunks, keys and values are gathered again in
+//! the backward pass, so that no rank saves those of others. Gradients of keys and values are summed over the chunks
+//! that see them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kernels::Result;
+use kernels::ops::{Attended, Attention, AttentionGrads};
+use kernels::tree::{Counter, TreeNodes, blocks};
+use tch::{Kind, Tensor};
+
+use super::heads::shards;
+use crate::model::activity::larger;
+use crate::model::cut::{Chunk, Chunks, KeyPart, VisibleKeys, joined};
+use crate::model::layer::Pass;
+use crate::model::line::PendingTable;
+use crate::model::param::ParamId;
+use crate::model::shards::Shards;
+use crate::refusal::refused;
+
+/// What the backward pass reads of attention.
+pub(super) struct SavedSoftmax {
+    /// `[K, N, d]`, of the local chunks.
+    key: Tensor,
+    /// `[N, K d]`, likewise.
+    value: Tensor,
+    /// By chunk: queries and keys, `[G, n, d]`, and the result.
+    chunks: Vec<(Tensor, Attended)>,
+    /// `[H, K, d]`.
+    shape: [i64; 3],
+}
+
+/// Gradients from the backward pass of attention, by chunk.
+pub(super) struct SoftmaxGrads {
+    /// `[G, n, d]`, f32: of queries and keys.
+    pub(super) qk: Vec<Tensor>,
+    /// `[N, K d]`: of values, chunk after chunk.
+    pub(super) value: Tensor,
+    /// `[D, H d]`.
+    pub(super) o_proj: Vec<Tensor>,
+}
+
+impl SavedSoftmax {
+    /// The output by chunk, times `o_proj`: from queries and keys by chunk, `[G, n, d]`, and the values of all local
+    /// chunks, which `values` sends to other ranks.
+    pub(super) fn forward(
+        pass: &Pass<'_>,
+        qk: Vec<Tensor>,
+        [value, o_proj]: [&Tensor; 2],
+        values: PendingTable<'_>,
+        shape: [i64; 3],
+    ) -> Result<(Vec<Tensor>, SavedSoftmax)> {
+        let [queries, keys, _] = shape;
+        let key = qk.iter().map(|qk| qk.f_narrow(0, queries, keys));
+        let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
+        let (seen, values) = (pass.chunks.earlier(&key, 1)?.wait()?, values.wait()?);
+        let (mut outs, mut chunks) = (Vec::new(), Vec::new());
+        for (chunk, qk) in pass.chunks.iter().zip(qk) {
+            let seen = QueriesWithKeys::of(chunk, &qk, &seen, &values, shape)?;
+            let attended = pass.ops.attention(seen.operands(chunk))?;
+            outs.push(pass.of_shard(&attended.heads, &o_proj.f_tr()?)?);
+            chunks.push((qk, attended));
+        }
+        Ok((outs, SavedSoftmax { key, value: value.shallow_clone(), chunks, shape }))
+    }
+
+    /// From the gradient of the output: gradients of queries, keys and values, and of `o_proj`.
+    pub(super) fn backward(
+        &mut self,
+        pass: &Pass<'_>,
+        grad: &[Tensor],
+        o_proj: &Tensor,
+    ) -> Result<SoftmaxGrads> {
+        let (ops, [queries, keys, _]) = (pass.ops, self.shape);
+        let alone = pass.chunks.count() == 1;
+        let float = (Kind::Float, self.value.device());
+        // Terms of sums stay f32.
+        let value = match alone {
+            true => self.value.f_empty_like()?,
+            false => Tensor::f_empty(self.value.size(), float)?,
+        };
+        let seen = [pass.chunks.earlier(&self.key, 1)?, pass.chunks.earlier(&self.value, 0)?];
+        let [keys_seen, values_seen] = seen.map(PendingTable::wait);
+        let (keys_seen, values_seen) = (keys_seen?, values_seen?);
+        let (mut sums, mut outs, mut back) = (KeySums::default(), Vec::new(), Vec::new());
+        let chunks = pass.chunks.shared().own();
+        for (at, ((saved_qk, attended), grad)) in self.chunks.iter_mut().zip(grad).enumerate() {
+            let chunk = pass.chunks.of(at);
+            outs.push(pass.gradient(&grad.f_tr()?, &attended.heads)?);
+            let heads = ops.matmul(grad, o_proj)?;
+            let seen = QueriesWithKeys::of(chunk, saved_qk, &keys_seen, &values_seen, self.shape)?;
+            let qk = Tensor::f_empty(saved_qk.size(), float)?;
+            let [query, key] = [qk.f_narrow(0, 0, queries)?, qk.f_narrow(0, queries, keys)?];
+            let kept = std::mem::take(&mut attended.saved);
+            let by = seen.operands(chunk);
+            if alone {
+                let out = AttentionGrads { query: &query, key: &key, value: &value };
+                ops.attention_backward(by, kept, &heads, out)?;
+            } else {
+                let part = |of: &Tensor| Tensor::f_empty(of.size(), float);
+                let [key, value] = [part(&seen.key)?, part(&seen.value)?];
+                let out = AttentionGrads { query: &query, key: &key, value: &value };
+                ops.attention_backward(by, kept, &heads, out)?;
+                sums.add(pass.chunks, chunks[at], chunk, &key, &value)?;
+            }
+            back.push(qk);
+        }
+        if !alone {
+            let key = Tensor::f_empty(self.key.size(), float)?;
+            sums.finish(pass.chunks, &key, &value)?;
+            let mut first = 0;
+            for qk in &back {
+                let tokens = qk.size()[1];
+                qk.f_narrow(0, queries, keys)?.f_copy_(&key.f_narrow(1, first, tokens)?)?;
+                first += tokens;
+            }
+        }
+        Ok(SoftmaxGrads { qk: back, value: value.f_to_kind(pass.kind)?, o_proj: outs })
+    }
+
+    /// The largest logit of a query and a key that it sees.
+    fn largest_logit(&self, pass: &Pass<'_>) -> Result<f64> {
+        let mut largest = f64::NEG_INFINITY;
+        let (key, value) = (
+            pass.chunks.earlier(&self.key, 1)?.wait()?,
+            pass.chunks.earlier(&self.value, 0)?.wait()?,
+        );
+        for (chunk, (qk, _)) in pass.chunks.iter().zip(&self.chunks) {
+            let seen = QueriesWithKeys::of(chunk, qk, &key, &value, self.shape)?;
+            largest = larger(largest, seen.largest_logit(chunk)?);
+        }
+        Ok(largest)
+    }
+}
+
+/// A chunk's queries with the keys and values that they see.
+struct QueriesWithKeys {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: [i64; 3],
+}
+
+impl QueriesWithKeys {
+    /// From the tables of keys and values.
+    fn of(
+        chunk: &Chunk,
+        qk: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        shape: [i64; 3],
+    ) -> Result<QueriesWithKeys> {
+        let (key, value) = (chunk.keys(key, 1)?, chunk.keys(value, 0)?);
+        Ok(QueriesWithKeys { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
+    }
+
+    /// The largest logit of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
+    fn largest_logit(&self, chunk: &Chunk) -> Result<f64> {
+        let [queries, keys, width] = self.shape;
+        let (mut largest, mut first) = (f64::NEG_INFINITY, 0);
+        for span in &chunk.spans {
+            let query = self.query.f_narrow(1, span.start, span.len)?.f_to_kind(Kind::Float)?;
+            let query = query.f_unflatten(0, [keys, queries / keys])?;
+            let key = self.key.f_narrow(1, first, span.keys())?.f_to_kind(Kind::Float)?;
+            let logits = query.f_matmul(&key.f_unsqueeze(1)?.f_transpose(-1, -2)?)?;
+            let (shape, options) = ([span.len, span.keys()], (Kind::Bool, logits.device()));
+            let later = Tensor::f_ones(shape, options)?.f_triu(span.before + 1)?;
+            let seen = logits.f_masked_fill(&later, f64::NEG_INFINITY)?;
+            largest = larger(largest, seen.f_max()?.f_double_value(&[])? / (width as f64).sqrt());
+            first += span.keys();
+        }
+        Ok(largest)
+    }
+
+    fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
+        let QueriesWithKeys { query, key, value, shape } = self;
+        let kept = Some(&chunk.attending);
+        Attention { query, key, value, spans: &chunk.spans, shape: *shape, kept }
+    }
+}
+
+/// Gradients of keys and values, for each document's part in a chunk: a tree over the chunks from its own to the last
+/// that sees it, in this order. Blocks for keys of another rank are sent there.
+#[derive(Default)]
+struct KeySums(BTreeMap<KeyPart, TreeNodes<Vec<Tensor>>>);
+
+/// A block of such a tree: its keys, its first leaf, its level, the sums for keys and values.
+type Block = (KeyPart, u64, u32, Vec<Tensor>);
+
+impl KeySums {
+    /// Adds the gradients from a local chunk's queries for all keys that they see.
+    fn add(
+        &mut self,
+        all: &Chunks<'_>,
+        number: u64,
+        chunk: &Chunk,
+        key: &Tensor,
+        value: &Tensor,
+    ) -> Result<()> {
+        let dealt = all.shared();
+        for VisibleKeys { key: first, of, len } in chunk.pieces().iter().copied() {
+            let key = key.f_narrow(1, first, len)?.f_contiguous()?;
+            let value = value.f_narrow(0, first, len)?.f_contiguous()?;
+            let runs = || TreeNodes::new(&dealt.runs(all.seen_by(of), dealt.place));
+            self.0.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value])?;
+        }
+        Ok(())
+    }
+
+    /// Writes the sums of the local keys to their rows.
+    fn finish(self, all: &Chunks<'_>, key: &Tensor, value: &Tensor) -> Result<()> {
+        let (dealt, of_row) = (all.shared(), [key.size()[0], key.size()[2], value.size()[1]]);
+        let mut give: Vec<Vec<Tensor>> = (0..dealt.degree).map(|_| Vec::new()).collect();
+        let mut sums = Vec::new();
+        for (part, mut sum) in self.0 {
+            let to = dealt.place_of(part.chunk);
+            for (level, first) in levels(all, part, dealt.place) {
+                let block = sum.take(first).ok_or_else(missing)?;
+                if to == dealt.place {
+                    sums.push((part, first, level, block));
+                } else {
+                    give[to as usize].extend(flat(&block)?);
+                }
+            }
+        }
+        let parts: BTreeSet<KeyPart> = sums.iter().map(|(part, ..)| *part).collect();
+        sums.extend(KeySums::others(all, &parts, &give, of_row)?);
+        sums.sort_by_key(|(part, first, ..)| (*part, *first));
+        let mut blocks = sums.into_iter().peekable();
+        for part in parts {
+            let mut sum = Counter::new();
+            while let Some((.., level, block)) = blocks.next_if(|(of, ..)| *of == part) {
+                sum.push_block(level, block)?;
+            }
+            let (rows, sum) = (all.rows_of(part), sum.finish()?.ok_or_else(missing)?);
+            for (dim, (sum, all)) in [1, 0].into_iter().zip(sum.iter().zip([key, value])) {
+                all.f_narrow(dim, rows.first, rows.len)?.f_copy_(sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends `give`, and receives the other ranks' blocks for the local keys `parts`. `of_row` are heads, numbers, and
+    /// numbers of values in a row.
+    fn others(
+        all: &Chunks<'_>,
+        parts: &BTreeSet<KeyPart>,
+        give: &[Vec<Tensor>],
+        [heads, width, values]: [i64; 3],
+    ) -> Result<Vec<Block>> {
+        let (dealt, mut found) = (all.shared(), Vec::new());
+        let Some(line) = all.line() else { return Ok(found) };
+        let empty = || Tensor::f_empty([0], (Kind::Float, all.of(0).tokens.device()));
+        let give = give.iter().map(|blocks| match blocks.is_empty() {
+            true => empty(),
+            false => Tensor::f_cat(blocks, 0),
+        });
+        let give = give.collect::<std::result::Result<Vec<_>, _>>()?;
+        let expected = |place| {
+            let places = parts.iter().filter(move |_| place != dealt.place);
+            places.flat_map(move |part| {
+                levels(all, *part, place)
+                    .into_iter()
+                    .map(move |(level, first)| (*part, level, first))
+            })
+        };
+        let numbers = |part| all.rows_of(part).len * (heads * width + values);
+        let take = (0..dealt.degree)
+            .map(|place| expected(place).map(|(part, ..)| numbers(part)).sum::<i64>());
+        let take: Vec<i64> = take.collect();
+        let coming = line.begin("gradients of keys and values", &give, &take, Kind::Float)?;
+        for (place, flat) in (0..dealt.degree).zip(coming.wait()?) {
+            let mut at = 0;
+            for (part, level, first) in expected(place) {
+                let len = all.rows_of(part).len;
+                let key = flat.f_narrow(0, at, heads * len * width)?.f_view([heads, len, width])?;
+                at += heads * len * width;
+                let value = flat.f_narrow(0, at, len * values)?.f_view([len, values])?;
+                at += len * values;
+                found.push((part, first, level, vec![key, value]));
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The blocks that `place` has of the sum of a part's keys: level and first leaf.
+fn levels(all: &Chunks<'_>, part: KeyPart, place: u64) -> Vec<(u32, u64)> {
+    let runs = all.shared().runs(all.seen_by(part), place);
+    runs.into_iter().flat_map(|run| blocks(run.start, run.end)).collect()
+}
+
+fn flat(block: &[Tensor]) -> Result<Vec<Tensor>> {
+    let flat = block.iter().map(|part| part.f_reshape([-1]));
+    Ok(flat.collect::<std::result::Result<_, _>>()?)
+}
+
+fn missing() -> kernels::Error {
+    kernels::Error::Foreign {
+        call: "add gradients of keys",
+        reason: "a chunk of a sum is missing".to_owned(),
+    }
+}
+
+/// The largest logit of all shards of heads.
+pub(super) fn largest_of<'a>(
+    pass: &Pass<'_>,
+    shards: impl Iterator<Item = &'a SavedSoftmax>,
+) -> contract::Result<Option<f64>> {
+    let found = shards.map(|shard| shard.largest_logit(pass)).collect::<Result<Vec<_>>>();
+    Ok(found.map_err(refused)?.into_iter().reduce(larger))
+}
+
+/// Attention that is a sum over shards, groups of key heads: what a kind does with one of them.
+pub(super) trait ShardedAttention<const N: usize> {
+    /// What the backward pass reads of a shard.
+    type Saved;
+    /// Gradients of a shard's weights, of one chunk.
+    type Grads;
+
+    /// The parameters that ranks shard.
+    fn held(&self) -> [ParamId; N];
+
+    /// A shard's term for the output, by chunk; `came` has its weights where they were received from another rank,
+    /// which are not saved.
+    fn shard_forward(
+        &self,
+        pass: &Pass<'_>,
+        number: i64,
+        came: Option<[Tensor; N]>,
+        x: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Self::Saved)>;
+
+    /// From the gradient of the output, by chunk: a shard's term for the normed residual, and for its weights.
+    fn shard_backward(
+        &self,
+        pass: &Pass<'_>,
+        number: i64,
+        came: Option<[Tensor; N]>,
+        saved: Self::Saved,
+        grad: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Vec<Self::Grads>)>;
+}
+
+/// Attention over the normed residual of each chunk, and what each shard saves.
+pub(super) fn over_shards<A: ShardedAttention<N>, const N: usize>(
+    attention: &A,
+    pass: &Pass<'_>,
+    x: &[Tensor],
+) -> Result<(Vec<Tensor>, Vec<A::Saved>)> {
+    let (mut outs, mut saved) = (Counter::new(), Vec::new());
+    let mut coming = Shards::new(pass, attention.held(), shards(pass))?;
+    for number in 0..shards(pass) {
+        let (out, of_shard) = attention.shard_forward(pass, number, coming.next()?, x)?;
+        outs.push(out)?;
+        saved.push(of_shard);
+    }
+    Ok((in_kind(outs, pass.kind)?, saved))
+}
+
+/// One value of each shard of each chunk.
+pub(super) type ByChunkAndShard<T> = Vec<Vec<T>>;
+
+/// From the gradient of the output: that of the normed residual by chunk, and those of the weights by chunk and shard.
+pub(super) fn back_over_shards<A: ShardedAttention<N>, const N: usize>(
+    attention: &A,
+    pass: &Pass<'_>,
+    saved: Vec<A::Saved>,
+    grad: &[Tensor],
+) -> Result<(Vec<Tensor>, ByChunkAndShard<A::Grads>)> {
+    let (mut inputs, mut gradients) = (Counter::new(), Vec::new());
+    grad.iter().for_each(|_| gradients.push(Vec::new()));
+    let mut coming = Shards::new(pass, attention.held(), shards(pass))?;
+    for (number, saved) in (0..).zip(saved) {
+        let came = coming.next()?;
+        let (input, of_shard) = attention.shard_backward(pass, number, came, saved, grad)?;
+        inputs.push(input)?;
+        gradients.iter_mut().zip(of_shard).for_each(|(chunk, one)| chunk.push(one));
+    }
+    Ok((in_kind(inputs, pass.kind)?, gradients))
+}
+
+/// The sum over shards, by chunk, in this kind: a tree in the order of shards.
+fn in_kind(shards: Counter<Vec<Tensor>>, kind: Kind) -> Result<Vec<Tensor>> {
+    let sum = shards.total()?.into_iter().map(|chunk| chunk.f_to_kind(kind));
+    Ok(sum.collect::<std::result::Result<_, _>>()?)
+}
