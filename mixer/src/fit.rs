@@ -73,7 +73,7 @@ impl FittedPacks {
     /// # Panics
     /// If `length` or `most` is 0.
     pub fn add(&mut self, documents: &[(u64, u64)], length: u32, most: u32) {
-        assert!(length > 0 && most > 0, "a pack needs room");
+        assert!(length > 0 && most > 0, "a pack needs tokens");
         self.documents += documents.len() as u64;
         let mut pieces = Vec::new();
         for &(start, tokens) in documents {

@@ -184,7 +184,7 @@ pub(crate) fn compare_dropped(
             return Err(Fault::usage("this store was built with on_error = \"skip\"")
                 .at(store.to_string())
                 .found(format!("{} of {:?}: {}", dropped.documents, source.name, dropped.reason))
-                .hint("set on_error = \"skip\", or mend the inputs and name another --out"));
+                .hint("set on_error = \"skip\", or correct the inputs and name another --out"));
         }
     }
     Ok(())

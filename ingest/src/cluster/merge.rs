@@ -130,7 +130,7 @@ fn stopped(stop: &Stop, files: &[SourceFile]) -> Fault {
     let file = files.get(*file).map(|file| file.path.to_string()).unwrap_or_default();
     Fault::data(format!("a record is not a document: {reason}"))
         .at(format!("{file}{place}"))
-        .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on")
+        .hint("correct or drop it, or set on_error = \"skip\" to count such records and go on")
 }
 
 /// Notes fields that the settings of a source name and no record has: the id, and kept columns.

@@ -118,7 +118,7 @@ impl TaskResult {
             return Ok(());
         }
         let before = TaskResult::read(plan, stage, task)?.ok_or_else(|| {
-            Fault::machine("a result is gone that was there").at(path.display().to_string())
+            Fault::machine("a result that was there is missing").at(path.display().to_string())
         })?;
         if (before.part, before.digest) == (self.part, self.digest) {
             return disk::remove(&scratch);

@@ -53,7 +53,7 @@ impl Array {
                 Fault::data("this file is not one JSON array of records")
                     .at(path.display().to_string())
                     .found(format!("{found} at byte {}", self.offset))
-                    .hint("mend it; where each line is a record, end its name in .jsonl")
+                    .hint("correct it; where each line is a record, end its name in .jsonl")
             })?;
             self.offset += 1;
         }

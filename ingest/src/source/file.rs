@@ -92,7 +92,7 @@ impl SourceFile {
             .at(self.shown.clone())
             .found(format!("{}, of which {bytes} bytes were read", shown(&now)))
             .wanted(format!("the file of {}, as it was at first", shown(stamp)))
-            .hint("run the same command again when nobody writes this file"))
+            .hint("run the same command again when no program writes this file"))
     }
 }
 

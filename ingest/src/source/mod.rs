@@ -449,7 +449,7 @@ fn dropped(reason: &'static str, row: Row, bytes: u64, fault: Fault) -> Parsed {
     let fault = fault.hint(match reason {
         "empty" => "give it text, or drop it",
         "too large" => "split the document, or raise the limit",
-        _ => "mend or drop it, or set on_error = \"skip\" to count such records and go on",
+        _ => "correct or drop it, or set on_error = \"skip\" to count such records and go on",
     });
     Parsed::Dropped { reason, row, bytes, fault }
 }

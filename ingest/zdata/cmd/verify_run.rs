@@ -75,7 +75,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let ledger = meanwhile("verify-run", "reading the ledger", || Ledger::read(&path, &kept))?;
     if ledger.torn {
         note!(
-            "note: the last line of the ledger is torn, as a kill leaves it; the run cuts it when it goes on"
+            "note: the last line of the ledger is torn, as a kill leaves it; the run removes it when it continues"
         );
     }
     ends_behind(&ledger, kept.newest())?;
@@ -124,7 +124,7 @@ fn ends_behind(ledger: &Ledger, newest: Option<u64>) -> Result<()> {
         None => Ok(()),
         Some(newest) => Err(Fault::data("lines are missing at the end of the ledger")
             .at(ledger.path.display().to_string())
-            .found(format!("steps up to {last}, beside the checkpoint step-{newest}"))
+            .found(format!("steps up to {last}, next to the checkpoint step-{newest}"))
             .wanted(format!("steps up to {newest} at least"))
             .hint("restore the ledger from a copy")),
     }
@@ -248,8 +248,8 @@ fn same_curriculum(ledger: &Ledger, opened: &OpenedCurriculum) -> Result<()> {
         .found(edit.found)
         .wanted(format!("{}, as in {}", edit.wanted, ledger.path.display()))
         .hint(
-            "the run's own curriculum was edited since: `ztrain --curriculum FILE --out RUN` with the file that the run \
-             goes on by puts it right",
+            "run.toml was edited since: `ztrain --curriculum FILE --out RUN`, with the file that the run \
+             continues with, writes it again",
         )),
     }
 }

@@ -30,7 +30,7 @@ impl fmt::Display for CurriculumDifference {
         let CurriculumDifference { key, found, wanted, first_step } = self;
         match (wanted.as_str(), found.as_str()) {
             (NO_AMENDMENT, new) => write!(f, "{key} is new: {new}")?,
-            (old, NO_AMENDMENT) => write!(f, "{key} is gone: {old}")?,
+            (old, NO_AMENDMENT) => write!(f, "{key} was removed: {old}")?,
             (old, new) => write!(f, "{key}: {old} became {new}")?,
         }
         write!(f, ", which matters from step {first_step}")
@@ -374,7 +374,7 @@ mod tests {
         let (few, many) = (skipping(&[5, 13, 20]), skipping(&[5, 9, 13, 20]));
         for (one, other, what) in [
             (&few, &many, "is new: step = 9, skip = true"),
-            (&many, &few, "is gone: step = 9, skip = true"),
+            (&many, &few, "was removed: step = 9, skip = true"),
         ] {
             let told: Vec<_> = one.difference(other).iter().map(ToString::to_string).collect();
             assert_eq!(told, [format!("amendment.2 {what}, which matters from step 9")]);

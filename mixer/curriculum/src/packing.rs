@@ -122,7 +122,7 @@ impl SourceText {
                         &key(idle),
                         format!("`{idle}` is only asked for where documents are packed"),
                     )
-                    .hint("say packing = \"best-fit\" beside it, or leave it out"));
+                    .hint("add packing = \"best-fit\", or leave it out"));
             }
             return Ok(SourceSpec { max_epochs, packing: None, buckets, fim, mask, loss_weight });
         }

@@ -301,7 +301,7 @@ fn not_written(rank: u32, patience: Duration) -> Fault {
     let seconds = patience.as_secs_f64();
     Fault::machine(format!("rank {rank} did not write its part of a checkpoint within {seconds} s"))
         .at("--checkpoint-timeout")
-        .hint("run the same command again: it goes on from the checkpoint before")
+        .hint("run the same command again: it continues from the checkpoint before")
 }
 
 #[cfg(test)]

@@ -146,7 +146,7 @@ fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) ->
         },
     };
     progress.note(&format!(
-        "warning: the initial weights of this run: {what}; the run goes on after step {step} without them, and cannot \
+        "warning: the initial weights of this run: {what}; the run continues after step {step} without them, and cannot \
          be computed again from its first step until they are put back, or named anew by `init_from` in the curriculum"
     ));
     Ok(())
@@ -215,7 +215,7 @@ impl<'a> Opening<'a> {
             open.take_checkpoints(exec.checkpoints.as_ref(), &world.locks, patience)?;
         let progress = ProgressPrinter::new(spec.plan.steps(), exec.progress);
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
-            let what = format!("the ledger beside it ends with step {recorded}");
+            let what = format!("the ledger next to it ends with step {recorded}");
             (step, Fault::data(what).at(checkpoints.location(step).to_string()))
         });
         let beyond = beyond.collect();
@@ -238,7 +238,7 @@ impl<'a> Opening<'a> {
             .at("--replicate")
             .found(digest)
             .wanted(wanted)
-            .hint("the same command goes on from the last checkpoint")),
+            .hint("the same command continues from the last checkpoint")),
         }
     }
 
@@ -282,7 +282,7 @@ impl<'a> Opening<'a> {
                     format!("no checkpoint, and files without their manifest: {}", bare.join(", "))
                 }
             };
-            return Err(Fault::data("this run's checkpoints are gone")
+            return Err(Fault::data("this run's checkpoints are missing")
                 .at(self.checkpoints.place().to_string())
                 .found(found)
                 .wanted(format!("step-{step}, by {}", self.open.folder.events().display()))
@@ -313,8 +313,9 @@ impl<'a> Opening<'a> {
         }
         // Leftovers are overwritten later, or ignored.
         if let Err(why) = self.checkpoints.clean() {
-            self.progress
-                .note(&format!("warning: half written checkpoints stay, and take room: {why}"));
+            self.progress.note(&format!(
+                "warning: half written checkpoints cannot be removed, and take disk space: {why}"
+            ));
             self.events.write("not removed", json!({"fault": why.to_string()}))?;
         }
         Ok(())
@@ -332,7 +333,7 @@ impl<'a> Opening<'a> {
         let Opening { spec, exec, world, open, checkpoints: _, mut events, progress, beyond: _ } =
             self;
         let mut metrics = Metrics::open(&open.folder.metrics(), from)?;
-        let word = if from == 0 { "begins:" } else { "goes on:" };
+        let word = if from == 0 { "begins:" } else { "continues:" };
         let (id, recorded) = (open.ledger.id(), open.ledger.last_step());
         progress.note(&format!("{word} {}", describe(spec, exec, world, id, from)));
         if from < recorded {

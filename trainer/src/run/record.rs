@@ -109,7 +109,9 @@ impl Recorder<'_> {
     /// Records that the checkpoint of `step` was written, but older ones could not be removed.
     fn left(&mut self, step: u64, why: &Fault) -> Result<()> {
         let Some(book) = &mut self.0 else { return Ok(()) };
-        book.progress.note(&format!("warning: old checkpoints stay, and take room: {why}"));
+        book.progress.note(&format!(
+            "warning: old checkpoints cannot be removed, and take disk space: {why}"
+        ));
         self.event("not removed", json!({"step": step, "fault": why.to_string()}))
     }
 

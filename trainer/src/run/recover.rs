@@ -23,7 +23,7 @@ const JOINS: &str = "a rank that was started again joins";
 
 /// The reason that a restarted rank gives for an earlier loss.
 const BEFORE: &str =
-    "told by a rank that was started again since: the output of those that were there says why";
+    "a rank that was restarted since says so: the output of the ranks that were there says why";
 
 /// A survived loss, or the arrival of a restarted rank.
 pub(super) struct Recovery {

@@ -151,7 +151,7 @@ fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
     for _ in 0..2 {
         let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Data, "{fault}");
-        for word in ["checkpoints are gone", "step-4", "events.jsonl", "--restart"] {
+        for word in ["checkpoints are missing", "step-4", "events.jsonl", "--restart"] {
             assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
         }
     }

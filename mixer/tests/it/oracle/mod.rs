@@ -5,6 +5,7 @@
 
 mod amendments;
 mod draws;
+mod every;
 mod long;
 mod packed;
 
@@ -197,6 +198,16 @@ fn mixed(mix: &Mix, samples: u64) -> Box<dyn FnMut() -> usize> {
 
 /// Simulates every sample of the run.
 fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
+    simulate_with(curriculum, facts, &BTreeMap::new())
+}
+
+/// The same, with the packs of sources.
+fn simulate_with(
+    curriculum: &Curriculum,
+    facts: &[SourceFacts],
+    packs: &BTreeMap<&str, &packed::Lists>,
+) -> Vec<SampleSpec> {
+    let mut served: BTreeMap<(usize, u32), u64> = BTreeMap::new();
     let mut queues: Vec<Queue> = facts.iter().map(|f| Queue::new(curriculum.seed, f)).collect();
     let (mut samples, mut part, mut number) = (Vec::new(), 0, 0);
     for (index, spec) in curriculum.phases.iter().enumerate() {
@@ -225,7 +236,19 @@ fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
             for _ in 0..spec.batch.at(step + 1) {
                 let entry = next();
                 let source = facts.iter().position(|f| f.name == names[entry]).unwrap();
-                let (epoch, spans) = queues[source].next(index, &spec);
+                let (epoch, spans) = match packs.get(facts[source].name.as_str()) {
+                    Some(lists) => {
+                        let served = served.entry((source, spec.seq_len)).or_default();
+                        *served += 1;
+                        lists.served(
+                            curriculum.seed,
+                            &facts[source].name,
+                            spec.seq_len,
+                            *served - 1,
+                        )
+                    }
+                    None => queues[source].next(index, &spec),
+                };
                 let (sample, ordinal, seq_len) = (samples.len() as u64, given[entry], spec.seq_len);
                 let (phase, banned) = (part - 1, Vec::new());
                 samples.push(SampleSpec {

@@ -13,14 +13,14 @@ use proptest::prelude::*;
 
 /// Packs as lists: for each length the contiguous ones, the joined ones, those with free space.
 #[derive(Debug)]
-struct Lists {
+pub(super) struct Lists {
     lengths: Vec<PackedLength>,
-    packs: Vec<Vec<Vec<Span>>>,
+    pub(super) packs: Vec<Vec<Vec<Span>>>,
 }
 
 impl Lists {
     /// Cuts a stream into packs of these lengths by an arbitrary rule.
-    fn new(tokens: u64, cuts: &[(usize, u32, u32)], lengths: &[u32]) -> Self {
+    pub(super) fn new(tokens: u64, cuts: &[(usize, u32, u32)], lengths: &[u32]) -> Self {
         let mut kinds = vec![[Vec::new(), Vec::new(), Vec::new()]; lengths.len()];
         let mut at = 0;
         for &(length, pieces, lacks) in cuts.iter().cycle() {
@@ -50,6 +50,21 @@ impl Lists {
         };
         let sizes = kinds.iter().zip(lengths).map(size).collect();
         Lists { lengths: sizes, packs: kinds.into_iter().map(|kinds| kinds.concat()).collect() }
+    }
+
+    /// The epoch and the text of the sample of source `name` after `served` others of this length.
+    pub(super) fn served(
+        &self,
+        seed: u64,
+        name: &str,
+        seq_len: u32,
+        served: u64,
+    ) -> (u64, Vec<Span>) {
+        let packs = &self.packs[self.lengths.iter().position(|it| it.seq_len == seq_len).unwrap()];
+        let (epoch, place) = (served / packs.len() as u64, served % packs.len() as u64);
+        let key = Key::from_seed(seed).child("packs").child(name).nth(u64::from(seq_len));
+        let order = Permutation::new(key.nth(epoch), packs.len() as u64);
+        (epoch, packs[order.forward(place) as usize].clone())
     }
 }
 
@@ -131,12 +146,11 @@ proptest! {
         let curriculum = Curriculum::parse(&text(&phases), "test.toml").unwrap();
         let tables = || PackTables::from([("a".to_owned(), Arc::clone(&lists) as Arc<dyn PackTable>)]);
         let plan = DataPlan::with_packs(&curriculum, &facts(tokens), tables()).unwrap();
-        let key = Key::from_seed(9).child("packs").child("a");
         let mut served = [0u64; 2];
         let mut seen: BTreeMap<u64, Vec<(u64, u32)>> = BTreeMap::new();
         let mut taken = 0;
         for (phase, (long, ..)) in phases.iter().enumerate() {
-            let (length, size) = (usize::from(*long), lists.packs[usize::from(*long)].len() as u64);
+            let length = usize::from(*long);
             let planned = &plan.phases()[phase];
             let part = planned.uses.iter().position(|part| part.source == 0).unwrap();
             prop_assert_eq!(planned.uses[part].tokens_before, taken);
@@ -146,19 +160,17 @@ proptest! {
                 if found.source != 0 {
                     continue;
                 }
-                let (epoch, place) = (served[length] / size, served[length] % size);
-                let order = Permutation::new(key.nth(u64::from(LENGTHS[length])).nth(epoch), size);
-                let pack = &lists.packs[length][order.forward(place) as usize];
-                prop_assert_eq!((found.epoch, &found.spans), (epoch, pack));
+                let (epoch, pack) = lists.served(9, "a", LENGTHS[length], served[length]);
+                prop_assert_eq!((found.epoch, &found.spans), (epoch, &pack));
                 served[length] += 1;
-                let full = total(pack) == LENGTHS[length];
+                let full = total(&pack) == LENGTHS[length];
                 composition += Composition {
                     contiguous: u64::from(full && pack.len() == 1),
                     joined: u64::from(full && pack.len() > 1),
                     padded: u64::from(!full),
                 };
                 let mut offset = 0;
-                for piece in pack {
+                for piece in &pack {
                     for token in 0..piece.tokens {
                         let at = (sample, offset + token);
                         seen.entry(piece.start + u64::from(token)).or_default().push(at);
