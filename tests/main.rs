@@ -47,6 +47,8 @@ mod metrics;
 mod network;
 mod objective;
 #[cfg(feature = "train")]
+mod options;
+#[cfg(feature = "train")]
 mod own;
 mod package;
 mod packed;

@@ -55,6 +55,8 @@ pub struct ExecOptions {
     pub snapshots: SnapshotOptions,
     /// A program that receives the metrics of each step on its standard input, one line of JSON each.
     pub metrics_exec: Option<String>,
+    /// The text of the options file, for the record.
+    pub options: Option<String>,
     /// The step to stop after, if before the last of the curriculum.
     pub stop_after: Option<u64>,
     /// Whether a line is printed for every step.
@@ -90,6 +92,7 @@ impl ExecOptions {
             checkpoints: None,
             snapshots: SnapshotOptions { states: 0, every: 10, spike: 6.0 },
             metrics_exec: None,
+            options: None,
             stop_after: None,
             progress: true,
             memory: store::memory::limit(),

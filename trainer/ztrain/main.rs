@@ -73,6 +73,17 @@ enum Command {
     Manual(cmd::completions::Manual),
 }
 
+impl Cli {
+    /// The arguments of a run, where a run is asked for.
+    fn training(&mut self) -> Option<&mut cmd::train::Args> {
+        match &mut self.command {
+            None => Some(&mut self.train),
+            Some(Command::Supervise(args)) => Some(&mut args.train),
+            Some(_) => None,
+        }
+    }
+}
+
 fn main() -> ExitCode {
     ExitWithoutMemory::reserve_stack();
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
@@ -95,7 +106,13 @@ fn main() -> ExitCode {
     contract::terminal::end(trainer::refusal::caught(|| run(cli)))
 }
 
-fn run(Cli { command, train }: Cli) -> Result<u8> {
+fn run(mut cli: Cli) -> Result<u8> {
+    if let Some(path) = cli.training().and_then(|train| train.options.take()) {
+        let (read, text) = cmd::options::with_file(&path, std::env::args_os().collect())?;
+        cli = read;
+        cli.training().into_iter().for_each(|train| train.options_text = Some(text.clone()));
+    }
+    let Cli { command, train } = cli;
     match command {
         None => cmd::train::exec(train),
         Some(Command::Replay(args)) => cmd::replay::exec(*args),

@@ -367,7 +367,7 @@ impl<'a> Opening<'a> {
         let fields = json!({
             "from_step": from, "recorded": recorded, "run": id,
             "device": device_name(world.device), "workers": exec.workers.count(), "pid": std::process::id(),
-            "kernels": world.runtime.fingerprint(), "processor": processor,
+            "kernels": world.runtime.fingerprint(), "processor": processor, "options": exec.options,
             "gpu": kernels::device::identity(world.device)
                 .map(|[name, uuid]| json!({"name": name, "uuid": uuid})),
         });

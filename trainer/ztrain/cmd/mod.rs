@@ -15,6 +15,7 @@ pub(crate) mod explain;
 pub(crate) mod export;
 pub(crate) mod fork;
 pub(crate) mod import;
+pub(crate) mod options;
 pub(crate) mod plan;
 mod plan_cluster;
 pub(crate) mod ranks;

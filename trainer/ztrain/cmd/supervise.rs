@@ -22,7 +22,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "LINE", conflicts_with = "nproc")]
     launch: Option<String>,
     #[command(flatten)]
-    train: train::Args,
+    pub(crate) train: train::Args,
 }
 
 /// Watches over a run until it is done.

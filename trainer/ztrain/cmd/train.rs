@@ -32,6 +32,13 @@ pub(crate) struct Args {
     /// The run's folder [default: runs/NAME in the working directory, NAME as in NAME.toml].
     #[arg(long, value_name = "RUN", value_parser = super::local("name a folder; --checkpoints takes a place in a bucket"))]
     out: Option<PathBuf>,
+    /// Flags of this command in a TOML file: `checkpoint-every = 200`. A typed flag has precedence; a relative path is
+    /// one from the file's folder.
+    #[arg(long, value_name = "FILE", value_parser = super::local("copy it to this machine"))]
+    pub(crate) options: Option<PathBuf>,
+    /// The text of that file, once it is read.
+    #[arg(skip)]
+    pub(crate) options_text: Option<String>,
     /// Stop after this step; the same command without this flag continues.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
@@ -370,6 +377,7 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     exec.metrics_exec.clone_from(&of.metrics_exec);
     exec.validation = Validation { every: of.validate_every, windows: of.validation_sequences };
     exec.stop_after = args.stop_after;
+    exec.options.clone_from(&args.options_text);
     exec.progress = !args.quiet;
     exec
 }
