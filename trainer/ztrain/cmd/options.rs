@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, Command, CommandFactory as _, Parser as _};
+use clap::{Arg, ArgAction, CommandFactory as _, Parser as _};
 use contract::{Fault, Result};
 use settings::{File, Spanned, Table, Value};
 
