@@ -10,7 +10,8 @@ use store::manifest::TokenizerRecord;
 
 use super::family::HfModel;
 use crate::model::{
-    Attention, BalanceKind, FeedForward, ResidualKind, RouterKind, SkipOutput, ZayaConfig,
+    Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind, SkipOutput,
+    ZayaConfig,
 };
 
 /// The software that wrote a folder.
@@ -360,6 +361,9 @@ impl Reader<'_> {
         }
         if let Some(eps) = self.get("norm_epsilon") {
             found.insert("rms_norm_eps".to_owned(), eps.clone());
+        }
+        if self.get("zaya_high_prec") == Some(&json!(true)) {
+            found.insert("logits_dtype".to_owned(), json!(LogitsDtype::F32.name()));
         }
         Ok(found)
     }

@@ -17,7 +17,7 @@ use super::files::write_parts;
 use super::import::{HfImport, import};
 use super::start::InitialModel;
 use crate::model::parity::{Fixture, relative};
-use crate::model::{SkipOutput, ZayaConfig, balance_name, logits, parameters};
+use crate::model::{LogitsDtype, SkipOutput, ZayaConfig, balance_name, logits, parameters};
 use crate::optim::balance::RouterBalance;
 
 fn record() -> TokenizerRecord {
@@ -275,7 +275,8 @@ fn zyphras_layout_and_its_stale_numbers_are_understood() {
         let source = scratch.path().join("base");
         write_zyphra(&fixture, &source, "");
         let imported = import(&source, &scratch.path().join("start")).unwrap();
-        let wanted = ZayaConfig { skip: SkipOutput::Identity, ..fixture.config.clone() };
+        let (skip, logits_dtype) = (SkipOutput::Identity, LogitsDtype::F32);
+        let wanted = ZayaConfig { skip, logits_dtype, ..fixture.config.clone() };
         assert_eq!(imported.start.config(), &wanted);
         assert_eq!(imported.layout, HfLayout::Zyphra);
         let notes = imported.notes.join("\n");

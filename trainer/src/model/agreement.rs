@@ -8,9 +8,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::{
-    ActivationCheckpointing, Cut, FeedForward, Init, MicroBatchOptions, MicroBatchOutput,
-    ParamSpec, SkipOutput, ZayaConfig, flops, forward_backward, forward_backward_staged, init,
-    init_balance, kinds::LogitsDtype, logits, oracle, parameters,
+    ActivationCheckpointing, Cut, FeedForward, Init, LogitsDtype, MicroBatchOptions,
+    MicroBatchOutput, ParamSpec, SkipOutput, ZayaConfig, flops, forward_backward,
+    forward_backward_staged, init, init_balance, logits, oracle, parameters,
 };
 
 /// A model and a micro-batch large enough that kernels take their vector paths, with documents of awkward lengths.

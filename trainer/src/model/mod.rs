@@ -58,7 +58,7 @@ pub use fold::{Overlap, ShardedWeights, WeightShards};
 pub(crate) use gradients::ExpertNumbers;
 pub use gradients::{ChunkSum, CollectedGradients, GradientSink, GradientTerm};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
-pub use kinds::{Attention, BalanceKind, FeedForward, ResidualKind, RouterKind};
+pub use kinds::{Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind};
 pub use line::{Assignment, AxisComm, PendingReceive};
 pub(crate) use param::{HEAD, active_parameters, balance_name, initial};
 pub use param::{Init, ParamId, ParamSpec, Role, rounded};
