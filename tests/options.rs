@@ -39,7 +39,9 @@ fn an_options_file_has_the_flags_that_are_not_typed() {
     }
     fixture.assert_same("alone", "two");
     // A supervisor's ranks read it too, and it may name the number of ranks.
-    let text = "nproc = 2\nmin-ranks = 1\nrank-timeout = 60.5\nquiet = true\n";
+    fixture.scratch.write("team/rules.toml", "hang_seconds = 600\n");
+    let text =
+        "rules = \"rules.toml\"\nnproc = 2\nmin-ranks = 1\nrank-timeout = 60.5\nquiet = true\n";
     fs::write(&options, text).unwrap();
     let supervised = fixture.run_by(&["supervise"], "watched", &["--options", arg(&options)]);
     let ran = Ran::from({ supervised }.output().unwrap());

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, CommandFactory as _, Parser as _};
+use clap::{Arg, ArgAction, Command, CommandFactory as _, Parser as _};
 use contract::{Fault, Result};
 use settings::{File, Spanned, Table, Value};
 
@@ -21,32 +21,35 @@ pub(crate) fn with_file(path: &Path, typed: Vec<OsString>) -> Result<(Cli, Strin
     let file = File::from_bytes(path.display().to_string(), bytes)?;
     let keys: Table = file.parse()?;
     let whole = Cli::command();
-    let (command, at) = match whole.find_subcommand("supervise") {
-        Some(command) if typed.get(1).is_some_and(|word| word == "supervise") => (command, 2),
-        _ => (&whole, 1),
-    };
-    let known: Vec<(&str, &Arg)> = command
-        .get_arguments()
-        .filter_map(|flag| Some((flag.get_long().filter(|_| !flag.is_hide_set())?, flag)))
-        .filter(|(name, _)| !TYPED.contains(name))
-        .collect();
+    let supervises = typed.get(1).is_some_and(|word| word == "supervise");
+    let at = 1 + usize::from(supervises);
+    // A supervisor has every flag of a run; its ranks read the same file.
+    let all_known = whole.find_subcommand("supervise").map_or(Vec::new(), known);
+    let own = known(&whole);
     let matches = whole.clone().get_matches_from(&typed);
     let matches = matches.subcommand_matches("supervise").unwrap_or(&matches);
     let mut all = typed[..at].to_vec();
     for (key, value) in &keys {
-        let Some((name, flag)) = known.iter().find(|(name, _)| name == key.get_ref()) else {
-            return Err(unknown(&file, key, &known));
+        let Some((name, flag)) = all_known.iter().find(|(name, _)| name == key.get_ref()) else {
+            return Err(unknown(&file, key, &all_known));
         };
-        let is_typed =
-            matches.value_source(flag.get_id().as_str()) == Some(ValueSource::CommandLine);
         let words = words(&file, name, flag, value, path.parent().unwrap_or(Path::new("")))?;
-        if !is_typed {
+        let is_own = supervises || own.iter().any(|(own, _)| own == name);
+        let source = |flag: &Arg| matches.value_source(flag.get_id().as_str());
+        if is_own && source(flag) != Some(ValueSource::CommandLine) {
             all.extend(words);
         }
     }
     all.extend_from_slice(&typed[at..]);
     let read = Cli::try_parse_from(all);
     read.map(|cli| (cli, file.text().to_owned())).map_err(|refusal| refused(&file, &keys, &refusal))
+}
+
+/// The flags of a command that a file may give, by their names.
+fn known(command: &Command) -> Vec<(&str, &Arg)> {
+    let named = command.get_arguments().filter(|flag| !flag.is_hide_set());
+    let named = named.filter_map(|flag| Some((flag.get_long()?, flag)));
+    named.filter(|(name, _)| !TYPED.contains(name)).collect()
 }
 
 fn unknown(file: &File, key: &Spanned<String>, known: &[(&str, &Arg)]) -> Fault {
