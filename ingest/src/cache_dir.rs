@@ -128,7 +128,7 @@ impl CacheDir {
     pub(crate) fn make(path: &Path) -> Result<Self> {
         if !is_marked(path)? {
             disk::create_folder(path)?;
-            let made = disk::write_whole(&path.join(MARKER), marker().as_bytes());
+            let made = disk::write_atomic(&path.join(MARKER), marker().as_bytes());
             made.inspect_err(|_| disk::remove_if_empty(path))?;
         }
         Ok(CacheDir { path: path.to_owned() })
@@ -198,7 +198,7 @@ impl CacheDir {
 
     /// Records that the store of a plan is complete, so its results are no longer needed.
     pub(crate) fn merged(&self, name: PlanName) -> Result<()> {
-        disk::write_whole(&self.plan(name).join(MERGED), &[]).map(drop)
+        disk::write_atomic(&self.plan(name).join(MERGED), &[]).map(drop)
     }
 
     /// Whether the store of a plan is complete, or the plan is partly removed already.

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, json};
 use serde::{Deserialize, Serialize};
-use store::disk::Whole;
+use store::disk::AtomicFile;
 use store::folder::StoreFile;
 use store::open::part_file;
 use store::{FileRecord, Location, Manifest, SourceRecord, regular};
@@ -143,7 +143,7 @@ pub(crate) struct Listing {
     decided: Option<Lines>,
     next: Option<Line>,
     /// Created at the first line.
-    out: Option<Writer<Whole>>,
+    out: Option<Writer<AtomicFile>>,
 }
 
 impl Listing {
@@ -181,7 +181,7 @@ impl Listing {
     fn push(&mut self, line: &Line) -> Result<()> {
         let out = match &mut self.out {
             Some(out) => out,
-            none => none.insert(Writer::new(Whole::create(&self.folder.join(FILE))?)?),
+            none => none.insert(Writer::new(AtomicFile::create(&self.folder.join(FILE))?)?),
         };
         out.push(line)
     }

@@ -65,7 +65,7 @@ pub fn init(folder: &Path) -> Result<Begun> {
     let (texts, notes) = texts?;
     for (number, path) in files.iter().enumerate().filter(|(number, _)| !there[*number]) {
         let is_free = || Ok(path.symlink_metadata().is_err());
-        if !disk::write_whole_if(path, texts[number].as_bytes(), is_free)? {
+        if !disk::write_atomic_if(path, texts[number].as_bytes(), is_free)? {
             return Err(refused(path));
         }
     }

@@ -106,7 +106,7 @@ impl Trained {
         };
         if is_free()? {
             let new = match &out {
-                Location::Local(path) => disk::write_whole_if(path, &self.bytes, is_free)?,
+                Location::Local(path) => disk::write_atomic_if(path, &self.bytes, is_free)?,
                 Location::Object(_) => out.write(&self.bytes).map(|()| true)?,
             };
             if new {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use contract::digest::block_sum;
 use contract::{Digest, Fault, Hasher, Result};
-use store::disk::{self, Whole};
+use store::disk::{self, AtomicFile};
 use store::{Location, regular};
 
 /// Bytes per block of the digest.
@@ -133,7 +133,7 @@ impl Summed {
 
 /// A file under construction, which appears atomically.
 pub(crate) struct SealedWriter {
-    file: Whole,
+    file: AtomicFile,
     summed: Summed,
     path: PathBuf,
     /// Writers share this lock, so that no cleanup removes a partial file. Without working locks there is no cleanup.
@@ -146,7 +146,7 @@ impl SealedWriter {
         disk::create_folder(folder)?;
         let _shared = File::open(folder).inspect(|folder| drop(folder.lock_shared()));
         // Another rank may write the same file. Each writes its own, and renames it over equal bytes.
-        let file = Whole::create(&folder.join(format!("{name}.{:016x}", chance())))?;
+        let file = AtomicFile::create(&folder.join(format!("{name}.{:016x}", chance())))?;
         Ok(SealedWriter { file, summed: Summed::new(kind), path: folder.join(name), _shared })
     }
 

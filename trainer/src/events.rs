@@ -8,21 +8,21 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use contract::{Fault, Result};
 use serde_json::{Value, json};
-use store::disk::Log;
+use store::disk::AppendFile;
 use store::regular;
 
 use crate::mesh::{Degrees, GradReduce};
 
 /// The events of a run, for appending.
 pub struct Events {
-    log: Log,
+    log: AppendFile,
 }
 
 impl Events {
     /// Opens or creates the file. Ends a line that a crash left incomplete, so that it does not swallow the next one.
     pub fn open(path: &Path) -> Result<Self> {
         let opened = || {
-            let log = Log::open(path)?;
+            let log = AppendFile::open(path)?;
             let mut last = [b'\n'];
             if let Some(end) = log.file().metadata()?.len().checked_sub(1) {
                 log.file().read_exact_at(&mut last, end)?;

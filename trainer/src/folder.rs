@@ -266,7 +266,7 @@ impl RunFolder {
         if fs::read(&path).is_ok_and(|before| before == text) {
             return Ok(());
         }
-        disk::write_whole(&path, &text).map(drop)
+        disk::write_atomic(&path, &text).map(drop)
     }
 
     fn gone(&self, place: &Location) -> Fault {
@@ -433,7 +433,7 @@ impl RunFolder {
             resolved.init_from = Some(text_of(&path)?);
             start.keep(&self.root)?;
         }
-        write_whole(&self.curriculum(), &resolved.canonical())
+        write_atomic(&self.curriculum(), &resolved.canonical())
     }
 }
 
@@ -489,11 +489,11 @@ fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<Curri
 }
 
 /// Writes a file atomically, unless it has this content already.
-fn write_whole(path: &Path, text: &str) -> Result<()> {
+fn write_atomic(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|before| before == text) {
         return Ok(());
     }
-    disk::write_whole(path, text.as_bytes()).map(drop)
+    disk::write_atomic(path, text.as_bytes()).map(drop)
 }
 
 /// Line 0 of the ledger of `spec` on this machine.

@@ -23,7 +23,7 @@ use mixer::Curriculum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use store::Location;
-use store::disk::{self, Lock, Output};
+use store::disk::{self, Lock, OutputFile};
 
 use crate::change::{DocumentsBySource, WhatIfChange};
 use crate::checkpoint::Checkpoints;
@@ -183,7 +183,7 @@ impl OriginalRun {
 /// Writes a new file and syncs it.
 fn write(path: &Path, bytes: &mut dyn Read) -> Result<()> {
     let fault = |error: io::Error| Fault::io("write", path, &error);
-    let mut file = Output::create(path)?;
+    let mut file = OutputFile::create(path)?;
     io::copy(bytes, &mut file).map_err(fault)?;
     file.sync().map_err(fault)
 }

@@ -147,7 +147,7 @@ pub(crate) fn finish(
     mut manifest: Manifest,
 ) -> Result<Manifest> {
     debug_assert_eq!(manifest.format, FORMAT);
-    disk::write_whole(&store.join(open::TOKENIZER), tokenizer.bytes())?;
+    disk::write_atomic(&store.join(open::TOKENIZER), tokenizer.bytes())?;
     manifest.request = request::identity(&manifest);
     manifest.digest = manifest.identity();
     open::commit(store, &manifest)?;

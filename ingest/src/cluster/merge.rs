@@ -169,7 +169,7 @@ fn place(
         .collect();
     if !moved.is_empty() {
         let list = staging.path().join(open::BUILD_FOLDER).join(MOVED);
-        disk::write_whole(&list, &json::bytes(&moved, "the moved parts")?)?;
+        disk::write_atomic(&list, &json::bytes(&moved, "the moved parts")?)?;
     }
     let mut progress = progress.then(Measure::Count("part"), parts.len() as u64);
     for part in parts {
@@ -227,7 +227,7 @@ fn copy(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
     }
     let read = |error: &std::io::Error| Fault::io("read", old, error);
     let file = regular::open(old).map_err(|error| read(&error))?;
-    let mut out = disk::Whole::create(new)?;
+    let mut out = disk::AtomicFile::create(new)?;
     let mut failed = Ok(());
     let passed = regular::each_piece(file, |piece| {
         if failed.is_ok() {

@@ -62,7 +62,7 @@ pub(super) fn commit(
     }
     disk::sync_folder(&cache.parts_folder())?;
     let half = result::scratch(&plan.folder(), &format!("{key}.json"))?;
-    disk::write_whole(&half, text.as_bytes())?;
+    disk::write_atomic(&half, text.as_bytes())?;
     if !create(&half, &record)? {
         disk::remove(&half)?;
     }

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result, json};
 use serde::{Serialize, de::DeserializeOwned};
-use store::disk::Whole;
+use store::disk::AtomicFile;
 use store::regular;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -41,13 +41,13 @@ const NONE: u8 = u8::MAX;
 
 /// Writes a part.
 pub(super) struct PartWriter {
-    file: Whole,
+    file: AtomicFile,
     reasons: Vec<&'static str>,
 }
 
 impl PartWriter {
     pub(super) fn create(path: &Path) -> Result<Self> {
-        let mut part = PartWriter { file: Whole::create(path)?, reasons: Vec::new() };
+        let mut part = PartWriter { file: AtomicFile::create(path)?, reasons: Vec::new() };
         part.put(MAGIC)?;
         Ok(part)
     }

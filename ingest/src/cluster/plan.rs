@@ -77,7 +77,7 @@ pub(super) fn put(corpus: &Corpus, work: &Path, engine: Engine, owner: Owner) ->
     }
     let _at_work = cache.at_work(name);
     cache.not_merged(name)?;
-    disk::write_whole(&folder.join(FILE), &bytes)?;
+    disk::write_atomic(&folder.join(FILE), &bytes)?;
     cache.remove_plans(Some(name))?;
     Ok(Plan { cache, name, text, corpus: corpus.clone(), tokenizer, _at_work })
 }

@@ -113,7 +113,7 @@ impl TaskResult {
         let path = TaskResult::path(plan, stage, task);
         let name = &self.of;
         let scratch = scratch(&plan.folder(), name)?;
-        disk::write_whole(&scratch, &json::bytes(self, "a result")?)?;
+        disk::write_atomic(&scratch, &json::bytes(self, "a result")?)?;
         if create(&scratch, &path)? {
             return Ok(());
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use contract::{Digest, Fault, Hasher, Result, json};
 use serde::{Deserialize, Serialize};
-use store::disk::{self, Whole};
+use store::disk::{self, AtomicFile};
 use store::{is_file_name, regular};
 
 use super::known::results;
@@ -68,7 +68,7 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     let decision = Decision { basis: basis(&results), scan };
     let bytes = json::bytes(&decision, "the scan")?;
     // This also makes the names of the lists durable.
-    disk::write_whole(&folder.join(FILE), &bytes)?;
+    disk::write_atomic(&folder.join(FILE), &bytes)?;
     commit(plan, &folder, &bytes)
 }
 
@@ -84,7 +84,7 @@ fn cut_lists(plan: &Plan, folder: &Path, mut progress: Progress) -> Result<()> {
         for (task, list) in tasks.into_iter().zip(lists) {
             let name = plan.list(task);
             let name = name.file_name().ok_or_else(|| Fault::bug("a list without a name"))?;
-            let mut file = Whole::create(&folder.join(name))?;
+            let mut file = AtomicFile::create(&folder.join(name))?;
             file.put(&list)?;
             file.commit()?;
             progress.add(1);

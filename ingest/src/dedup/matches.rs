@@ -13,7 +13,7 @@ use std::path::Path;
 use contract::{Result, json};
 use serde::{Deserialize, Serialize};
 use store::FileRecord;
-use store::disk::{self, Whole};
+use store::disk::{self, AtomicFile};
 
 use super::decontaminate::Match;
 use crate::corpus::{Corpus, Source};
@@ -64,7 +64,7 @@ struct Line<'a> {
 }
 
 /// The lists of the decontaminated sources.
-pub(super) struct Writer(Vec<Option<Whole>>);
+pub(super) struct Writer(Vec<Option<AtomicFile>>);
 
 impl Writer {
     /// Creates them in the folders of their sources.
@@ -78,7 +78,7 @@ impl Writer {
             }
             let folder = store.join(&source.name);
             disk::create_folder(&folder)?;
-            Whole::create(&folder.join(FILE)).map(Some)
+            AtomicFile::create(&folder.join(FILE)).map(Some)
         };
         Ok(Writer(corpus.sources.iter().map(list).collect::<Result<_>>()?))
     }
@@ -94,7 +94,7 @@ impl Writer {
 
     /// Renames the lists to their final names.
     pub(super) fn finish(self) -> Result<Vec<Option<FileRecord>>> {
-        let finish = |list: Whole| {
+        let finish = |list: AtomicFile| {
             let folder = disk::folder_of(list.path()).to_owned();
             let record = list.commit()?;
             disk::sync_folder(&folder)?;

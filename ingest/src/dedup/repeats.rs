@@ -22,7 +22,7 @@ use std::io::{BufReader, BufWriter, Read, Write as _};
 use std::path::PathBuf;
 
 use contract::{Fault, Ratio, Result};
-use store::disk::Output;
+use store::disk::OutputFile;
 use suffix::SuffixTable;
 
 use crate::recipe::compare::Repeats;
@@ -40,7 +40,7 @@ const BETWEEN: char = '\0';
 /// The texts that reach the step, on disk.
 pub(super) struct Texts {
     path: PathBuf,
-    file: BufWriter<Output>,
+    file: BufWriter<OutputFile>,
     /// Each document with the size of its text.
     documents: Vec<(u32, u32)>,
 }
@@ -48,7 +48,7 @@ pub(super) struct Texts {
 impl Texts {
     /// No texts yet; they will be written to `path`.
     pub(super) fn create(path: PathBuf) -> Result<Self> {
-        let file = Output::create(&path)?;
+        let file = OutputFile::create(&path)?;
         Ok(Texts { path, file: BufWriter::new(file), documents: Vec::new() })
     }
 

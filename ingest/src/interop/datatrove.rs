@@ -11,7 +11,7 @@ use std::io::{BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, counted};
-use store::disk::{Whole, beside};
+use store::disk::{AtomicFile, beside};
 use store::{FileRecord, InputRecord};
 
 use super::tokens::{Hashing, TokenFile, fitting, put};
@@ -141,9 +141,9 @@ impl Documents for Reader {
 
 /// Writes one `.ds`.
 pub(super) struct Files {
-    tokens: Whole,
-    index: Whole,
-    metadata: Whole,
+    tokens: AtomicFile,
+    index: AtomicFile,
+    metadata: AtomicFile,
     width: u64,
     name: String,
     at: u64,

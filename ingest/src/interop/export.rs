@@ -9,7 +9,7 @@ use contract::{Fault, Identity, Result, counted, json};
 use serde::{Deserialize, Serialize};
 use storage::publish;
 use storage::staging::Staging;
-use store::disk::{self, write_whole};
+use store::disk::{self, write_atomic};
 use store::location::Object;
 use store::write::ROW_GROUP_DOCUMENTS;
 use store::{
@@ -164,8 +164,8 @@ fn into_folder(
     }
     let note =
         Note { format: request.peer.name().to_owned(), store: store.manifest().digest, streams };
-    write_whole(&staging.path().join(open::TOKENIZER), &store.tokenizer()?)?;
-    write_whole(&staging.path().join(NOTE), &json::pretty(&note, "an export's note")?)?;
+    write_atomic(&staging.path().join(open::TOKENIZER), &store.tokenizer()?)?;
+    write_atomic(&staging.path().join(NOTE), &json::pretty(&note, "an export's note")?)?;
     assembly::place(&mut staging, &mut progress)?;
     let summary = summary(&note);
     Ok(Exported::Done(note, summary))

@@ -18,7 +18,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, counted};
-use store::disk::Whole;
+use store::disk::AtomicFile;
 use store::pieces::{Onward, Pieces};
 use store::{FileRecord, InputRecord};
 
@@ -223,8 +223,8 @@ impl Documents for Reader {
 
 /// Writes a pair.
 pub(super) struct Files {
-    bin: Whole,
-    idx: Whole,
+    bin: AtomicFile,
+    idx: AtomicFile,
     width: Width,
     documents: u64,
     left: u64,

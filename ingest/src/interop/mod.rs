@@ -25,7 +25,7 @@ mod units;
 use std::path::Path;
 
 use contract::{Fault, Result};
-use store::disk::{self, Whole};
+use store::disk::{self, AtomicFile};
 use store::{FileRecord, InputRecord};
 
 pub use self::tokens::Width;
@@ -100,13 +100,13 @@ trait Writer {
 }
 
 /// Begins a file of an export, creating its folder.
-fn begin(path: &Path) -> Result<Whole> {
+fn begin(path: &Path) -> Result<AtomicFile> {
     disk::create_folder(disk::folder_of(path))?;
-    Whole::create(path)
+    AtomicFile::create(path)
 }
 
 /// Completes a file of an export; its record has its path.
-fn end(file: Whole) -> Result<FileRecord> {
+fn end(file: AtomicFile) -> Result<FileRecord> {
     let name = file.path().display().to_string();
     Ok(FileRecord { name, ..file.commit()? })
 }

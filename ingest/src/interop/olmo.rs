@@ -14,7 +14,7 @@ use contract::{Fault, Result};
 use flate2::Compression;
 use flate2::bufread::MultiGzDecoder;
 use flate2::write::GzEncoder;
-use store::disk::Whole;
+use store::disk::AtomicFile;
 use store::{FileRecord, InputRecord};
 
 use super::tokens::{Hashing, TokenFile, fitting, put};
@@ -246,7 +246,7 @@ impl Documents for Reader {
 pub(super) struct Files {
     folder: PathBuf,
     width: u64,
-    open: Option<(Whole, GzEncoder<Whole>)>,
+    open: Option<(AtomicFile, GzEncoder<AtomicFile>)>,
     at: u64,
     done: Vec<FileRecord>,
     raw: Vec<u8>,

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, counted};
 use store::InputRecord;
-use store::disk::Whole;
+use store::disk::AtomicFile;
 
 use super::damaged;
 use crate::disk::Disk;
@@ -170,7 +170,12 @@ fn refuse_halved(disk: &dyn Disk, path: &Path) -> Result<()> {
 }
 
 /// Appends tokens as `width` bytes each; every id of a store fits, since the width is chosen for the largest.
-pub(super) fn put(file: &mut Whole, tokens: &[u32], width: u64, raw: &mut Vec<u8>) -> Result<()> {
+pub(super) fn put(
+    file: &mut AtomicFile,
+    tokens: &[u32],
+    width: u64,
+    raw: &mut Vec<u8>,
+) -> Result<()> {
     raw.clear();
     append(tokens, width, raw);
     file.put(raw)

@@ -54,7 +54,7 @@ impl Staging {
         let synced = BTreeSet::new();
         let staging = Staging { target, path, above, synced, committed: false, _lock: lock };
         disk::create_folder(folder_of(&mark))?;
-        disk::write_whole(&mark, b"zdata\n")?;
+        disk::write_atomic(&mark, b"zdata\n")?;
         Ok(staging)
     }
 

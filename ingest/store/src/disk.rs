@@ -1,19 +1,19 @@
 //! All writes of the data side: every file and folder that it creates, moves or removes.
 //!
 //! After a power loss, only what was synced is left: the bytes of a synced file, and the names in a synced folder. So a
-//! folder made here is synced into its parent at once, and a file gets its name when it is complete ([`Whole`]).
+//! folder made here is synced into its parent at once, and a file gets its name when it is complete ([`AtomicFile`]).
 //! Callers that remove or rename something call [`sync_folder`] when that must be durable.
 //!
 //! Tests (feature `crash`) watch a folder: they record every act below it, derive what a crash may leave, and can
 //! simulate a full disk.
 
+mod append;
+mod atomic;
 mod direct;
 mod held;
 mod lock;
-mod log;
 #[cfg(any(test, feature = "crash"))]
 mod watch;
-mod whole;
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
@@ -22,14 +22,14 @@ use std::sync::Once;
 
 use contract::{Fault, Result, note};
 
+pub use self::append::AppendFile;
+pub use self::atomic::{AtomicFile, PART, write_atomic, write_atomic_if};
 pub use self::held::{Held, Writing, draw_group};
 pub use self::lock::{Lock, hold, is_lockless, lock};
-pub use self::log::Log;
 #[cfg(any(test, feature = "crash"))]
 pub use self::watch::{Watch, watch};
 #[cfg(any(test, feature = "crash"))]
 use self::watch::{admit, note};
-pub use self::whole::{PART, Whole, write_whole, write_whole_if};
 
 /// One act on the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,18 +57,18 @@ pub enum Act {
 }
 
 /// A file that is written under its own name.
-pub struct Output {
+pub struct OutputFile {
     file: fs::File,
     path: PathBuf,
     at: u64,
 }
 
-impl Output {
+impl OutputFile {
     /// Creates a file, or truncates it.
     pub fn create(path: &Path) -> Result<Self> {
         let file = fs::File::create(path).map_err(|error| Fault::io("create", path, &error))?;
         note(|| Act::Create(path.to_owned()));
-        Ok(Output { file, path: path.to_owned(), at: 0 })
+        Ok(OutputFile { file, path: path.to_owned(), at: 0 })
     }
 
     /// Makes the bytes so far durable.
@@ -77,7 +77,7 @@ impl Output {
     }
 }
 
-impl Write for Output {
+impl Write for OutputFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         admit(&self.path, bytes)?;
         let taken = self.file.write(bytes)?;

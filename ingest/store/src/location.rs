@@ -402,7 +402,7 @@ impl Location {
     /// a mismatch.
     pub fn write(&self, bytes: &[u8]) -> Result<()> {
         match self {
-            Location::Local(path) => disk::write_whole(path, bytes).map(drop),
+            Location::Local(path) => disk::write_atomic(path, bytes).map(drop),
             Location::Object(object) => object.create(bytes).map_err(|error| self.taken(&error)),
         }
     }

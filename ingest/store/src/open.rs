@@ -25,8 +25,8 @@ pub fn part_file(store: impl Into<Location>, source: &str, part: u32, name: &str
 pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
     let bytes = json::pretty(manifest, "a manifest")?;
     let sum = format!("{}\n", Digest::of_bytes(&bytes));
-    disk::write_whole(&store.join(MANIFEST_SUM), sum.as_bytes())?;
-    disk::write_whole(&store.join(MANIFEST), &bytes).map(drop)
+    disk::write_atomic(&store.join(MANIFEST_SUM), sum.as_bytes())?;
+    disk::write_atomic(&store.join(MANIFEST), &bytes).map(drop)
 }
 
 /// Removes the build folder from a store, also after a run that was killed between the commit and this call.

@@ -15,7 +15,7 @@ use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 
-use crate::disk::{Whole, sync_folder};
+use crate::disk::{AtomicFile, sync_folder};
 use crate::{
     BLOCK_STARTS, BLOCK_TOKENS, DocumentRecord, FileRecord, HEAD_BYTES, ShardRecord, Split,
 };
@@ -184,7 +184,7 @@ fn library_fault(path: &Path, error: &(dyn Error + 'static)) -> Fault {
 
 /// An Arrow IPC file whose block offsets are computed by multiplication.
 struct BlockFile {
-    writer: FileWriter<Whole>,
+    writer: FileWriter<AtomicFile>,
     schema: SchemaRef,
     block_bytes: u64,
     blocks: u64,
@@ -194,7 +194,7 @@ impl BlockFile {
     fn create(path: &Path, schema: SchemaRef, block_bytes: u64) -> Result<Self> {
         // Version 5 messages, aligned to 64 bytes, uncompressed.
         let options = IpcWriteOptions::default();
-        let writer = FileWriter::try_new_with_options(Whole::create(path)?, &schema, options)
+        let writer = FileWriter::try_new_with_options(AtomicFile::create(path)?, &schema, options)
             .map_err(|error| library_fault(path, &error))?;
         Ok(BlockFile { writer, schema, block_bytes, blocks: 0 })
     }
@@ -230,7 +230,7 @@ pub const fn block_offset(block_bytes: u64, block: u64) -> u64 {
 
 struct TokenFile {
     file: BlockFile,
-    sums: Whole,
+    sums: AtomicFile,
     open: Vec<u32>,
     token_bytes: u32,
     written: u64,
@@ -241,7 +241,7 @@ impl TokenFile {
         let block_bytes = BLOCK_TOKENS * u64::from(token_bytes);
         Ok(TokenFile {
             file: BlockFile::create(path, token_schema(token_bytes), block_bytes)?,
-            sums: Whole::create(sums)?,
+            sums: AtomicFile::create(sums)?,
             open: Vec::with_capacity(BLOCK_TOKENS as usize),
             token_bytes,
             written: 0,
@@ -321,7 +321,7 @@ impl StartFile {
 }
 
 struct DocumentFile {
-    writer: ArrowWriter<Whole>,
+    writer: ArrowWriter<AtomicFile>,
     schema: SchemaRef,
     path: PathBuf,
     source: String,
@@ -340,8 +340,9 @@ impl DocumentFile {
             .set_max_row_group_row_count(Some(ROW_GROUP_DOCUMENTS))
             .build();
         let schema = document_schema(&head.keep);
-        let writer = ArrowWriter::try_new(Whole::create(path)?, schema.clone(), Some(properties))
-            .map_err(|error| library_fault(path, &error))?;
+        let writer =
+            ArrowWriter::try_new(AtomicFile::create(path)?, schema.clone(), Some(properties))
+                .map_err(|error| library_fault(path, &error))?;
         Ok(DocumentFile {
             writer,
             schema,

@@ -305,7 +305,7 @@ fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
             .at(path.display().to_string())
             .hint("give it the permission (chmod u+w), or amend a copy"));
     }
-    if disk::write_whole_if(path, after.as_bytes(), is_as_before)? {
+    if disk::write_atomic_if(path, after.as_bytes(), is_as_before)? {
         return Ok(());
     }
     Err(Fault::usage("the file was edited meanwhile: nothing was written")

@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result};
-use store::disk::{self, Whole};
+use store::disk::{self, AtomicFile};
 use store::location::Object;
 use store::{FileRecord, Location};
 
@@ -63,7 +63,7 @@ impl Medium for Folder {
                 .hint("move it away, and run the same command again"));
         }
         disk::create_folder(folder)?;
-        let mut file = Whole::create(&path)?;
+        let mut file = AtomicFile::create(&path)?;
         parts.iter().try_for_each(|part| file.put(part))?;
         // Reads the file back: if the disk returns other bytes, the checkpoint is not committed.
         file.prove()?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use contract::{Fault, Result, Symptom};
 use store::Location;
-use store::disk::{self, Held, Log, Writing};
+use store::disk::{self, AppendFile, Held, Writing};
 
 /// The lock of a run's folder, shared by every process of the run.
 const LOCK: &str = "lock";
@@ -118,9 +118,9 @@ fn join(held: &OnceLock<Held>, group: &str, path: &Path) -> Result<()> {
 }
 
 /// Locks a folder for this process alone; `None` if another process holds it.
-pub(crate) fn try_lock(root: &Path) -> Result<Option<Log>> {
+pub(crate) fn try_lock(root: &Path) -> Result<Option<AppendFile>> {
     let path = root.join(LOCK);
-    let file = Log::open(&path).map_err(|error| Fault::io("open", &path, &error))?;
+    let file = AppendFile::open(&path).map_err(|error| Fault::io("open", &path, &error))?;
     let free = disk::hold(file.file()).map_err(|error| Fault::io("lock", &path, &error))?;
     Ok(free.then_some(file))
 }

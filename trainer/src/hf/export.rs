@@ -53,7 +53,7 @@ pub(crate) fn write(
         let count = tensors.len();
         let tensors = in_parts(config, parameters, tensors).map_err(refused)?;
         let written = model_files(folder, config, record, &tensors)?;
-        disk::write_whole(&folder.join("tokenizer.json"), tokenizer)?;
+        disk::write_atomic(&folder.join("tokenizer.json"), tokenizer)?;
         let text = tokenizer_config(tokenizer, record, config.max_position_embeddings);
         files::text(folder, "tokenizer_config.json", &text)?;
         Ok(HfExport { tensors: count, bytes: written.iter().map(|file| file.bytes).sum() })

@@ -129,7 +129,7 @@ fn write_one(folder: &Path, name: String, part: &[&NamedTensor]) -> Result<Writt
 pub(super) fn text(folder: &Path, name: &str, value: &Value) -> Result<()> {
     let path = folder.join(name);
     let text = format!("{value:#}\n");
-    disk::write_whole(&path, text.as_bytes()).map(drop)
+    disk::write_atomic(&path, text.as_bytes()).map(drop)
 }
 
 fn sync(path: &Path) -> Result<()> {

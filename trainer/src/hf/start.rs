@@ -277,7 +277,7 @@ pub(super) fn write(
         let sums = weights.iter().enumerate().map(|(place, weight)| sum(place, weight));
         let sums = sums.collect::<Result<Vec<_>>>()?;
         if let Some(bytes) = tokenizer {
-            disk::write_whole(&folder.join("tokenizer.json"), bytes)?;
+            disk::write_atomic(&folder.join("tokenizer.json"), bytes)?;
         }
         let weights = weights_digest(&sums, biases);
         let manifest = InitialManifest {

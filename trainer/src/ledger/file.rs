@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Result, chain};
-use store::disk::{Log, Output};
+use store::disk::{AppendFile, OutputFile};
 
 use super::index::{CurriculumLine, Index, LedgerLine, LedgerMark, SPACING};
 use super::record::{LedgerHead, StepFields, StepRecord};
@@ -39,7 +39,7 @@ pub struct Ledger {
 
 /// The file. It is read by offset, without a cursor, so threads may read at once.
 pub(super) struct LedgerFile {
-    log: Log,
+    log: AppendFile,
     /// Bytes read since it was opened.
     #[cfg(test)]
     read: std::sync::atomic::AtomicU64,
@@ -95,7 +95,7 @@ impl Ledger {
         if !path.exists() {
             return Ok(None);
         }
-        let log = Log::open(path).map_err(|error| Fault::io("open", path, &error))?;
+        let log = AppendFile::open(path).map_err(|error| Fault::io("open", path, &error))?;
         let Some(ledger) = Ledger::of(log, Purpose::Appending)? else { return Ok(None) };
         ledger.nothing_relies_on_what_is_torn()?;
         let cut = ledger.source.log.cut(ledger.tail.last().end);
@@ -130,14 +130,14 @@ impl Ledger {
     }
 
     fn to_read(path: &Path, aim: Purpose) -> Result<Ledger> {
-        let log = Log::read(path).map_err(|error| Fault::io("open", path, &error))?;
+        let log = AppendFile::read(path).map_err(|error| Fault::io("open", path, &error))?;
         Ledger::of(log, aim)?.ok_or_else(|| empty(path))
     }
 
     /// Creates a ledger with its head; replaces an incomplete one.
     pub fn create(path: &Path, head: LedgerHead) -> Result<Ledger> {
         Index::remove(path)?;
-        let opened = Log::open(path).and_then(|log| log.cut(0).map(|()| log));
+        let opened = AppendFile::open(path).and_then(|log| log.cut(0).map(|()| log));
         let source = LedgerFile::new(opened.map_err(|error| Fault::io("create", path, &error))?);
         let head_line = source.append(LedgerLine::default(), &to_json(&head)?)?;
         let (tail, curriculum) = (LineRange::after(0, head_line), head.curriculum.clone());
@@ -150,7 +150,7 @@ impl Ledger {
         Ok(ledger)
     }
 
-    fn of(log: Log, aim: Purpose) -> Result<Option<Ledger>> {
+    fn of(log: AppendFile, aim: Purpose) -> Result<Option<Ledger>> {
         let source = LedgerFile::new(log);
         let Some((head, head_line)) = source.head()? else { return Ok(None) };
         let text = text_digest(&head.curriculum);
@@ -322,7 +322,7 @@ impl Ledger {
     pub(crate) fn copy_through(&self, step: u64, to: &Path) -> Result<()> {
         let (end, fault) =
             (self.line(step)?.end, |error| Fault::io("copy the ledger to", to, &error));
-        let mut copy = Output::create(to)?;
+        let mut copy = OutputFile::create(to)?;
         std::io::copy(&mut self.source.reader(0).take(end), &mut copy).map_err(fault)?;
         copy.sync().map_err(fault)
     }
@@ -350,7 +350,7 @@ impl Read for OffsetReader<'_> {
 }
 
 impl LedgerFile {
-    pub(super) fn new(log: Log) -> LedgerFile {
+    pub(super) fn new(log: AppendFile) -> LedgerFile {
         LedgerFile {
             log,
             #[cfg(test)]

@@ -11,7 +11,7 @@ use super::file::{LedgerFile, broken, empty, of_one, opened, said};
 use super::index::LedgerLine;
 use super::record::{LedgerHead, StepFields};
 use contract::{Fault, Result, chain};
-use store::disk::Log;
+use store::disk::AppendFile;
 use store::regular;
 
 /// Bytes read at a time.
@@ -30,7 +30,7 @@ impl Follower {
     /// Opens the ledger at `path` before its first step.
     pub fn open(path: &Path) -> Result<(LedgerHead, Follower)> {
         let open = || regular::open(path).map_err(|error| Fault::io("open", path, &error));
-        let log = Log::read(path).map_err(|error| Fault::io("open", path, &error))?;
+        let log = AppendFile::read(path).map_err(|error| Fault::io("open", path, &error))?;
         let (head, last) = LedgerFile::new(log).head()?.ok_or_else(|| empty(path))?;
         let mut reader = BufReader::with_capacity(BUFFER, open()?);
         reader.seek(SeekFrom::Start(last.end)).map_err(|error| Fault::io("read", path, &error))?;

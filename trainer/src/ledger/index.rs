@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use contract::{Digest, Fault, Result};
-use store::disk::{self, Log};
+use store::disk::{self, AppendFile};
 
 /// Steps between two marks.
 pub(crate) const SPACING: u64 = 1000;
@@ -81,7 +81,7 @@ impl LedgerMark {
 pub(super) struct Index {
     path: PathBuf,
     /// `None` if there is no file yet.
-    log: Option<Log>,
+    log: Option<AppendFile>,
     count: u64,
     writes: bool,
 }
@@ -90,7 +90,7 @@ impl Index {
     /// The index of the ledger at `ledger`; a file that cannot be read counts as missing.
     pub(super) fn open(ledger: &Path, writes: bool) -> Index {
         let path = ledger.with_extension("index");
-        let open = if writes { Log::open } else { Log::read };
+        let open = if writes { AppendFile::open } else { AppendFile::read };
         let log = path.exists().then(|| open(&path).ok()).flatten();
         let about = log.as_ref().and_then(|log| log.file().metadata().ok());
         let bytes = about.map_or(0, |it| it.len());
@@ -131,7 +131,7 @@ impl Index {
         let fault = |error| Fault::io("append to", &self.path, &error);
         let log = match self.log.take() {
             Some(log) => log,
-            None => Log::open(&self.path).map_err(fault)?,
+            None => AppendFile::open(&self.path).map_err(fault)?,
         };
         let log = self.log.insert(log);
         log.append(mark.text().as_bytes()).map_err(fault)?;

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use contract::{Fault, Result, note};
 use serde::{Deserialize, Serialize};
-use store::disk::write_whole;
+use store::disk::write_atomic;
 
 use crate::folder::RunFolder;
 use crate::ledger::{Ledger, StepRecord};
@@ -285,7 +285,7 @@ impl Sender {
     }
 
     fn put_mark(&self) -> Result<()> {
-        write_whole(&self.mark, json(&FeedMark { step: self.sent }).as_bytes()).map(drop)
+        write_atomic(&self.mark, json(&FeedMark { step: self.sent }).as_bytes()).map(drop)
     }
 
     /// Cleans up after a program that ended, and warns. How much a failed program has read is unknown, so the next one

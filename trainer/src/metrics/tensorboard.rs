@@ -12,7 +12,7 @@
 use std::path::Path;
 
 use contract::{Fault, Result};
-use store::disk::Log;
+use store::disk::AppendFile;
 
 use crate::events;
 
@@ -24,7 +24,7 @@ const START: u64 = 1;
 
 /// A file for appending.
 pub(super) struct Writer {
-    log: Log,
+    log: AppendFile,
 }
 
 impl Writer {
@@ -35,7 +35,7 @@ impl Writer {
         let time = newest(folder)?.map_or(now, |newest| now.max(newest + 0.001));
         let name = format!("{NAME}{time:015.3}.{}", std::process::id());
         let path = folder.join(name);
-        let log = Log::open(&path).map_err(|error| Fault::io("create", &path, &error))?;
+        let log = AppendFile::open(&path).map_err(|error| Fault::io("create", &path, &error))?;
         let mut writer = Writer { log };
         let mut version = Message::event(now, 0);
         version.bytes(3, b"brain.Event:2");

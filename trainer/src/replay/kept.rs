@@ -17,7 +17,7 @@ use contract::{Digest, Fault, Result};
 use kernels::group::Group;
 use kernels::runtime::KernelTable;
 use store::Location;
-use store::disk::{self, Log};
+use store::disk::{self, AppendFile};
 
 use crate::checkpoint::{Checkpoints, Snapshot, StateLayout};
 use crate::folder::{self, RunFolder};
@@ -95,7 +95,7 @@ impl SavedStates {
     }
 
     /// Locks the folder for a state of `step`, and removes what a kill or damage has left there.
-    fn prepare(&self, step: u64) -> Result<Log> {
+    fn prepare(&self, step: u64) -> Result<AppendFile> {
         disk::create_folder(&self.root)?;
         let busy = || Fault::machine("another replay of this run keeps one at this moment");
         let lock = folder::try_lock(&self.root)?.ok_or_else(busy)?;

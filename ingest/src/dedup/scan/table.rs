@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Result};
 use rayon::slice::ParallelSliceMut as _;
 use store::FileRecord;
-use store::disk::{self, Output, Whole};
+use store::disk::{self, AtomicFile, OutputFile};
 
 use crate::corpus::Corpus;
 use crate::dedup::minhash::Components;
@@ -34,7 +34,7 @@ struct Start {
 enum Column {
     Exact(Vec<exact::Entry>),
     Texts(Texts),
-    Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<Output>)> },
+    Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<OutputFile>)> },
 }
 
 /// The state of every record with a text.
@@ -65,7 +65,7 @@ impl Table {
                 Step::Compare(Compare::Near(near)) => {
                     let create = |band: u64| {
                         let path = spill(scratch, *number, band);
-                        let file = BufWriter::new(Output::create(&path)?);
+                        let file = BufWriter::new(OutputFile::create(&path)?);
                         Ok((path, file))
                     };
                     let bands = (0..near.bands).map(create).collect::<Result<_>>()?;
@@ -184,7 +184,7 @@ impl Table {
     fn near(
         &self,
         documents: Vec<u32>,
-        bands: Vec<(PathBuf, BufWriter<Output>)>,
+        bands: Vec<(PathBuf, BufWriter<OutputFile>)>,
         number: usize,
         across: bool,
     ) -> Result<Vec<(u32, u32)>> {
@@ -229,7 +229,7 @@ impl Table {
             }
             let folder = store.join(&source.name);
             disk::create_folder(&folder)?;
-            let mut writer = Writer::new(Whole::create(&folder.join(dropped::REMOVED))?)?;
+            let mut writer = Writer::new(AtomicFile::create(&folder.join(dropped::REMOVED))?)?;
             for document in self.documents_of(number) {
                 let (step, reason) = self.gone[document as usize];
                 let spans = self.spans.get(&document).map_or(&[][..], Vec::as_slice);

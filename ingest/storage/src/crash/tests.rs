@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::Path;
 
 use proptest::prelude::*;
-use store::disk::{self, Output};
+use store::disk::{self, OutputFile};
 
 use super::*;
 
@@ -23,7 +23,7 @@ fn a_whole_file_is_the_old_one_or_the_new_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "before").unwrap();
-    let (recording, _) = Recording::of(folder.path(), || disk::write_whole(&path, b"after"));
+    let (recording, _) = Recording::of(folder.path(), || disk::write_atomic(&path, b"after"));
     assert_eq!(contents(&recording, "file"), [Some(b"after".to_vec()), Some(b"before".to_vec())]);
     let last = recording.after(recording.acts(), UnsyncedLoss::All);
     assert_eq!(last[Path::new("file")], Some(b"after".to_vec()), "the name has to last");
@@ -34,7 +34,7 @@ fn what_is_not_synced_is_lost_torn_or_zero() {
     let folder = tempfile::tempdir().unwrap();
     let (path, other) = (folder.path().join("file"), folder.path().join("other"));
     let (recording, ()) = Recording::of(folder.path(), || {
-        let mut file = Output::create(&other).unwrap();
+        let mut file = OutputFile::create(&other).unwrap();
         file.write_all(&[7; 1000]).unwrap();
         disk::rename(&other, &path).unwrap();
         disk::sync_folder(folder.path()).unwrap();
@@ -52,7 +52,7 @@ fn a_synced_file_has_no_name_before_its_folder_is_synced() {
         let deep = folder.path().join("a");
         fs::create_dir(&deep).unwrap();
         fs::remove_dir(&deep).unwrap();
-        let mut file = Output::create(&folder.path().join("file")).unwrap();
+        let mut file = OutputFile::create(&folder.path().join("file")).unwrap();
         file.write_all(b"bytes").unwrap();
         file.sync().unwrap();
     });
@@ -74,10 +74,10 @@ fn act(root: &Path, kind: u8, from: usize, to: usize) {
     let [from, to] = [from, to].map(|name| root.join(names[name % names.len()]));
     match kind {
         0 => drop(disk::create_folder(&from)),
-        1 => drop(Output::create(&from).map(|mut file| file.write_all(b"some bytes"))),
-        2 => drop(disk::write_whole(&from, b"whole")),
+        1 => drop(OutputFile::create(&from).map(|mut file| file.write_all(b"some bytes"))),
+        2 => drop(disk::write_atomic(&from, b"whole")),
         3 => drop(
-            Output::create(&from)
+            OutputFile::create(&from)
                 .map(|mut file| file.write_all(b"other bytes").and_then(|()| file.sync())),
         ),
         4 if !to.starts_with(&from) && !to.exists() => drop(disk::rename(&from, &to)),
@@ -100,7 +100,7 @@ proptest! {
             acts.iter().for_each(|&(kind, from, to)| act(root, kind, from, to));
             for (name, bytes) in tree(root) {
                 if let Some(bytes) = bytes {
-                    disk::write_whole(&root.join(name), &bytes).unwrap();
+                    disk::write_atomic(&root.join(name), &bytes).unwrap();
                 }
             }
             disk::sync_folders(root).unwrap();

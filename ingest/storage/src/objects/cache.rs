@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use contract::Digest;
-use store::disk::Whole;
+use store::disk::AtomicFile;
 use store::location::LocalFile;
 use store::{disk, regular};
 
@@ -233,7 +233,7 @@ impl Cache {
     }
 
     /// Creates the file that becomes `path`, under a unique name; also returns its inode.
-    fn begin(&self, path: &Path) -> Result<(Whole, u64)> {
+    fn begin(&self, path: &Path) -> Result<(AtomicFile, u64)> {
         let readable = Permissions::from_mode(0o666);
         let mut named = tempfile::Builder::new();
         let part = named.prefix(PART).rand_bytes(DRAWN).permissions(readable);
@@ -244,7 +244,7 @@ impl Cache {
         }
         let inode = part.as_file().metadata()?.ino();
         let (file, name) = part.keep().map_err(|error| error.error)?;
-        Ok((Whole::within(file, &name, path), inode))
+        Ok((AtomicFile::within(file, &name, path), inode))
     }
 
     /// Adds `more` bytes to the count. Over the limit, evicts copies down to three quarters of the limit, so that the

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result, json};
 use serde::{Deserialize, Serialize};
-use store::disk::{self, Log};
+use store::disk::{self, AppendFile};
 use store::location::Object;
 use store::{Location, Manifest, open, regular};
 
@@ -29,7 +29,7 @@ pub struct Upload {
     record: PathBuf,
     client: Client,
     /// Opened at the first object: by then the build holds its folder.
-    log: Option<Log>,
+    log: Option<AppendFile>,
     /// The objects that this build or an earlier one here may have put.
     known: BTreeSet<Line>,
     /// The names of those that are put.
@@ -98,7 +98,7 @@ impl Upload {
             Some(log) => log,
             none => {
                 disk::create_folder(disk::folder_of(&self.record))?;
-                let log = Log::open(&self.record).map_err(|error| fault(&error))?;
+                let log = AppendFile::open(&self.record).map_err(|error| fault(&error))?;
                 // A torn line would swallow the next one.
                 let whole = fs::read(&self.record).map_err(|error| fault(&error))?;
                 let end = whole.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
@@ -139,7 +139,7 @@ impl Upload {
 
 /// The lines of a record; a torn last one is of an object that was not put.
 fn read(record: &Path) -> Result<BTreeSet<Line>> {
-    let log = match Log::read(record) {
+    let log = match AppendFile::read(record) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(BTreeSet::new()),
         log => log.map_err(|error| Fault::io("read", record, &error))?,
     };

@@ -12,7 +12,7 @@ use super::{folder_of, remove, rename, sync_folder};
 use crate::FileRecord;
 
 /// A file under construction: under a temporary name until all its bytes are on the disk.
-pub struct Whole {
+pub struct AtomicFile {
     path: PathBuf,
     file: DirectFile,
     hash: Box<Xxh3>,
@@ -20,24 +20,24 @@ pub struct Whole {
     committed: bool,
 }
 
-impl Whole {
+impl AtomicFile {
     /// Begins the file that will be called `path`; its folder must exist. Fails if another run is writing it.
     pub fn create(path: &Path) -> Result<Self> {
         let temporary = temporary(path);
         let file =
             DirectFile::create(&temporary).map_err(|e| Fault::io("create", &temporary, &e))?;
-        Ok(Whole::of(file, path))
+        Ok(AtomicFile::of(file, path))
     }
 
     /// Begins it in a new, empty, open file, which is called `temporary` until the commit. The handle stays open with
     /// its locks. The page cache is used, since the bytes are soon read again.
     pub fn within(file: fs::File, temporary: &Path, path: &Path) -> Self {
-        Whole::of(DirectFile::usual(file, temporary), path)
+        AtomicFile::of(DirectFile::usual(file, temporary), path)
     }
 
     fn of(file: DirectFile, path: &Path) -> Self {
         let (path, hash) = (path.to_owned(), Box::new(Xxh3::new()));
-        Whole { path, file, hash, bytes: 0, committed: false }
+        AtomicFile { path, file, hash, bytes: 0, committed: false }
     }
 
     /// The final path.
@@ -101,7 +101,7 @@ impl Whole {
         self.file.finish()
     }
 
-    /// Does the work of [`Whole::commit`], with the system's own error.
+    /// Does the work of [`AtomicFile::commit`], with the system's own error.
     pub fn place(&mut self) -> io::Result<()> {
         if let Ok(there) = fs::metadata(&self.path) {
             // Some file systems have one mode for all files, and refuse to change it.
@@ -114,7 +114,7 @@ impl Whole {
     }
 }
 
-impl Drop for Whole {
+impl Drop for AtomicFile {
     fn drop(&mut self) {
         if !self.committed {
             // The original fault is more useful than one about this file, which the next run replaces.
@@ -123,7 +123,7 @@ impl Drop for Whole {
     }
 }
 
-impl Write for Whole {
+impl Write for AtomicFile {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         self.write_all(buffer)?;
         Ok(buffer.len())
@@ -142,8 +142,8 @@ impl Write for Whole {
 }
 
 /// Writes `bytes` to `path` atomically and durably.
-pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
-    let mut file = Whole::create(path)?;
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
+    let mut file = AtomicFile::create(path)?;
     file.put(bytes)?;
     let record = file.commit()?;
     sync_folder(folder_of(path))?;
@@ -151,12 +151,12 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
 }
 
 /// The same if `fits` accepts the current content, while no other run writes it. Returns whether it was written.
-pub fn write_whole_if(
+pub fn write_atomic_if(
     path: &Path,
     bytes: &[u8],
     fits: impl FnOnce() -> Result<bool>,
 ) -> Result<bool> {
-    let mut file = Whole::create(path)?;
+    let mut file = AtomicFile::create(path)?;
     if !fits()? {
         return Ok(false);
     }
@@ -194,10 +194,10 @@ mod tests {
         let path = folder.path().join("run.toml");
         let own = super::super::beside(&path, ".tmp");
         fs::write(&own, "mine").unwrap();
-        assert!(write_whole_if(&path, b"new", || Ok(true)).unwrap());
-        assert!(!write_whole_if(&path, b"newer", || Ok(false)).unwrap());
+        assert!(write_atomic_if(&path, b"new", || Ok(true)).unwrap());
+        assert!(!write_atomic_if(&path, b"newer", || Ok(false)).unwrap());
         assert_eq!(fs::read(&path).unwrap(), b"new");
-        write_whole(&path, b"newest").unwrap();
+        write_atomic(&path, b"newest").unwrap();
         assert_eq!(
             (fs::read(&path).unwrap(), fs::read(&own).unwrap()),
             (b"newest".into(), b"mine".into())
@@ -213,16 +213,16 @@ mod tests {
         fs::write(temporary(&path), "what a kill left").unwrap();
         // Small files, and those that use a second handle for direct I/O.
         for size in [7, 3 << 20] {
-            let mut first = Whole::create(&path).unwrap();
+            let mut first = AtomicFile::create(&path).unwrap();
             first.put(&vec![1; size]).unwrap();
-            let refused = Whole::create(&path).map(drop).unwrap_err();
+            let refused = AtomicFile::create(&path).map(drop).unwrap_err();
             assert!(refused.to_string().contains("another run is writing it"), "{refused}");
             assert_eq!(refused.class(), contract::Class::Machine);
             first.put(&[2]).unwrap();
             first.commit().unwrap();
             let found = fs::read(&path).unwrap();
             assert!(found.len() == size + 1 && found[..size].iter().all(|byte| *byte == 1));
-            let mut second = Whole::create(&path).unwrap();
+            let mut second = AtomicFile::create(&path).unwrap();
             second.put(b"second").unwrap();
             second.commit().unwrap();
             assert_eq!(fs::read(&path).unwrap(), b"second");
@@ -235,7 +235,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         for (size, lies) in [(3 << 20, true), (3 << 20, false), (77, false), (0, false)] {
-            let mut file = Whole::create(&path).unwrap();
+            let mut file = AtomicFile::create(&path).unwrap();
             file.put(&vec![7; size]).unwrap();
             if lies {
                 let there = fs::OpenOptions::new().write(true).open(temporary(&path)).unwrap();

@@ -9,12 +9,12 @@ use crate::regular;
 
 /// A file that is only appended to and truncated. Another process that appends to it writes after the existing bytes.
 #[derive(Debug)]
-pub struct Log {
+pub struct AppendFile {
     file: File,
     path: PathBuf,
 }
 
-impl Log {
+impl AppendFile {
     /// Opens or creates the file at `path`. Its name is durable once its folder is synced.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut options = OpenOptions::new();
@@ -30,12 +30,12 @@ impl Log {
             }
             Err(error) => return Err(error),
         };
-        Ok(Log { file, path: path.to_owned() })
+        Ok(AppendFile { file, path: path.to_owned() })
     }
 
     /// Opens an existing file for reading.
     pub fn read(path: &Path) -> io::Result<Self> {
-        Ok(Log { file: regular::open(path)?, path: path.to_owned() })
+        Ok(AppendFile { file: regular::open(path)?, path: path.to_owned() })
     }
 
     /// The path.
