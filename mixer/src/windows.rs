@@ -71,6 +71,42 @@ impl DataPlan {
         self.exhausted.is_none() && self.fixed_until < self.steps()
     }
 
+    /// By source of the mix that reacts at `mix_key`: the greatest weight (in parts of [`MIX_PARTS`]) over its steps that
+    /// are not fixed at which enough text is left for later phases; `None` if each weight leaves enough. Packed sources
+    /// are not looked at.
+    pub fn weights_for_later(&self, mix_key: &str) -> Vec<Option<u64>> {
+        let Some(curriculum) = self.curriculum.as_deref() else { return Vec::new() };
+        let segments = curriculum.segments();
+        let of_mix = segments.iter().find(|segment| segment.mix_key == mix_key);
+        let Some(reaction) = of_mix.and_then(|segment| segment.spec.mix.reaction()) else {
+            return Vec::new();
+        };
+        let last = self.phases.iter().rfind(|phase| phase.mix_key == mix_key);
+        let end = last.map_or(0, PhasePlan::last_step);
+        let fixed = self.fixed_until.min(end);
+        let open = u128::from(self.tokens_until(end) - self.tokens_until(fixed));
+        let most = |(name, share): (&str, Ratio)| {
+            let source = self.sources.iter().position(|facts| facts.name == name)?;
+            if share.is_zero() || self.packs(source).is_some() {
+                return None;
+            }
+            let whole =
+                u128::from(curriculum.max_epochs(name)) * u128::from(self.sources[source].tokens);
+            let later = self.phases.iter().filter(|phase| phase.first_step > end);
+            let later = later.flat_map(|phase| &phase.uses).filter(|part| part.source == source);
+            let later: u64 = later.map(|part| part.tokens).sum();
+            if later == 0 {
+                return None;
+            }
+            let taken = self.standing(source, fixed + 1).tokens;
+            let left = whole.saturating_sub(u128::from(taken) + u128::from(later));
+            let parts = left.saturating_mul(u128::from(MIX_PARTS) * u128::from(share.den()));
+            u64::try_from(parts / (open * u128::from(share.num())).max(1)).ok()
+        };
+        let bounds = reaction.members().map(|members| members.into_iter().filter_map(most).min());
+        bounds.map(|bound| bound.filter(|bound| *bound < MIX_PARTS)).collect()
+    }
+
     /// Samples of the steps whose data is fixed.
     pub(crate) fn fixed_samples(&self) -> u64 {
         match self.step(self.fixed_until + 1) {

@@ -59,6 +59,8 @@ struct BoundRow {
     name: String,
     /// The least and the greatest share, unless a source runs out.
     shares: [f64; 2],
+    /// The share above which too little text is left for later phases; `None` if each share leaves enough.
+    share_for_later: Option<f64>,
 }
 
 impl ReactionRow {
@@ -80,9 +82,15 @@ impl ReactionRow {
         let floors = reaction.floor_parts();
         let all: u64 = floors.iter().sum();
         let share = |parts: u64| parts as f64 / MIX_PARTS as f64;
-        let bound = |(name, floor): (&String, &u64)| BoundRow {
-            name: name.clone(),
-            shares: [share(*floor), share(MIX_PARTS - (all - floor))],
+        let mut for_later = plan.weights_for_later(&first.mix_key).into_iter();
+        let bound = |(name, floor): (&String, &u64)| {
+            let most = MIX_PARTS - (all - floor);
+            let for_later = for_later.next().flatten().filter(|parts| *parts < most);
+            BoundRow {
+                name: name.clone(),
+                shares: [share(*floor), share(most)],
+                share_for_later: for_later.map(share),
+            }
         };
         ReactionRow {
             rule: reaction.rule.name(),
@@ -109,10 +117,13 @@ impl ReactionRow {
             "  the other {} have the last weights here; with losses, of them\n",
             many(*open, "sequence")
         );
-        for BoundRow { name, shares: [least, most] } in bounds {
+        for BoundRow { name, shares: [least, most], share_for_later } in bounds {
             let sequences = |share: f64| count((share * *open as f64) as u64);
+            let later = share_for_later.map_or(String::new(), |share| {
+                format!("; above {:.2} % too little is left for later phases", share * 100.0)
+            });
             out += &format!(
-                "    {}: {:.2} to {:.2} %, {} to {}\n",
+                "    {}: {:.2} to {:.2} %, {} to {}{later}\n",
                 output::plain(name),
                 least * 100.0,
                 most * 100.0,

@@ -332,6 +332,51 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// With the greatest weight for later phases these have their text, and with a little more they run out: as of a
+    /// constant mix of that weight.
+    #[test]
+    fn later_phases_have_text_up_to_a_weight(
+        tokens in 2_000u64..9_000, epochs in 1u64..4, later in 10u64..80, window in 1u64..5, steps in 20u64..60,
+    ) {
+        let text = |mix: &str| parse(&format!(
+            "store = \"s\"\nseed = 5\n[source.a]\nmax_epochs = {epochs}\n[source.b]\nmax_epochs = 900\n\
+             [[phase]]\nname = \"one\"\nsteps = {steps}\nseq_len = 16\nbatch = 8\nmix = {mix}\n\
+             [[phase]]\nname = \"two\"\nsteps = {later}\nseq_len = 8\nbatch = 8\nmix = {{ a = 1 }}\n"
+        ));
+        let mut facts = facts(2);
+        facts[0].tokens = tokens;
+        let start = "{ rule = \"learnability\", start = { a = 1, b = 99 }, window = WINDOW }";
+        let Ok(plan) = DataPlan::new(&text(&start.replace("WINDOW", &window.to_string())), &facts) else {
+            return Ok(());
+        };
+        let bounds = plan.weights_for_later("phase.one.mix");
+        prop_assert_eq!(bounds.len(), 2);
+        prop_assert_eq!(bounds[1], None, "no later phase takes it");
+        let fixed = plan.fixed_until();
+        let accepts = |parts: u64| {
+            let mix = format!("{{ a = {parts}, b = {} }}", 65_536 - parts);
+            let amended = format!("[[amendment]]\nstep = {}\nmix = {mix}\n", fixed + 1);
+            let all = text("{ a = 656, b = 64880 }").canonical() + &amended;
+            DataPlan::new(&parse(&all), &facts).is_ok()
+        };
+        let slack = 65_536 * 6 / ((steps - fixed) * 8);
+        match bounds[0] {
+            None => prop_assert!(accepts(65_535 - slack.min(65_000))),
+            Some(most) => {
+                if let Some(less @ 1..) = most.checked_sub(slack) {
+                    prop_assert!(accepts(less), "{} of {}", less, most);
+                }
+                if most + slack < 65_536 {
+                    prop_assert!(!accepts(most + slack), "{} of {}", most + slack, most);
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn too_little_text_is_refused_before_a_step() {
     let text = |steps, rule| {
