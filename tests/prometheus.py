@@ -26,7 +26,7 @@ def check(target):
         return browser.NO_PROGRAM
     with tempfile.TemporaryDirectory(prefix="ztrain-prometheus-") as home:
         config = pathlib.Path(home, "prometheus.yml")
-        config.write_text(f"global: {{scrape_interval: 1s}}\nscrape_configs: [{{job_name: ztrain, static_configs: [{{targets: ['{target}']}}]}}]\n")
+        config.write_text(f"global: {{scrape_interval: 2s, scrape_timeout: 2s}}\nscrape_configs: [{{job_name: ztrain, static_configs: [{{targets: ['{target}']}}]}}]\n")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -47,7 +47,8 @@ def check(target):
                     print(json.dumps([[one["metric"], float(one["value"][1])] for one in found]))
                     return 0
                 wrong = targets and [one["lastError"] for one in targets["data"]["activeTargets"] if one["lastError"]]
-                if wrong:
+                # A busy machine may answer late; the next scrape tells.
+                if wrong and "deadline exceeded" not in wrong[0]:
                     print("Prometheus refuses the text:", wrong[0])
                     return 1
                 time.sleep(0.2)

@@ -51,11 +51,11 @@ impl<'a> Supervised<'a> {
         until_lines(&self.fixture.scratch.path(self.out), lines, &mut self.guard);
     }
 
-    /// Waits up to a minute until the run says or does something.
+    /// Waits until the run says or does something.
     fn until_it(&mut self, what: &str, does: impl Fn(&Self) -> bool) {
         let start = Instant::now();
         while !does(self) {
-            assert!(start.elapsed() < Duration::from_secs(60), "it never {what}: {}", self.said());
+            assert!(start.elapsed() < Duration::from_secs(300), "it never {what}: {}", self.said());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -80,7 +80,7 @@ impl<'a> Supervised<'a> {
     pub(crate) fn whole_end(&mut self) -> (Option<i32>, String) {
         let start = Instant::now();
         while self.guard.try_wait().unwrap().is_none() {
-            assert!(start.elapsed() < Duration::from_secs(120), "{}", self.said());
+            assert!(start.elapsed() < Duration::from_secs(300), "{}", self.said());
             std::thread::sleep(Duration::from_millis(10));
         }
         (self.guard.wait().unwrap().code(), self.said())
@@ -170,7 +170,7 @@ fn kill_and_await(run: &mut Supervised<'_>, process: u32, rank: u64, times: usiz
     };
     let start = Instant::now();
     while !joined() && run.guard.try_wait().unwrap().is_none() {
-        assert!(start.elapsed() < Duration::from_secs(60), "{}", run.said());
+        assert!(start.elapsed() < Duration::from_secs(300), "{}", run.said());
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -302,7 +302,7 @@ fn a_run_whose_supervisor_is_gone_ends_in_good_order() {
     let start = Instant::now();
     while fs::metadata(format!("/proc/{launcher}/exe")).is_ok() {
         assert!(
-            start.elapsed() < Duration::from_secs(120),
+            start.elapsed() < Duration::from_secs(300),
             "the run goes on without its supervisor"
         );
         std::thread::sleep(Duration::from_millis(10));
@@ -366,7 +366,7 @@ fn a_full_disk_is_waited_for() {
     let mut run = Supervised { fixture: &fixture, out: "full", guard };
     let start = Instant::now();
     while !run.said().contains("wait") {
-        assert!(start.elapsed() < Duration::from_secs(120), "{}", run.said());
+        assert!(start.elapsed() < Duration::from_secs(300), "{}", run.said());
         std::thread::sleep(Duration::from_millis(10));
     }
     assert!(run.said().contains("supervisor: disk"), "{}", run.said());
