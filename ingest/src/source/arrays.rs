@@ -75,7 +75,7 @@ impl Array {
             (At::Within(0), b',' | b']') => {
                 let last = byte == b']';
                 if !self.begun && (self.due || !last) {
-                    return Err("no record beside a comma");
+                    return Err("no record next to a comma");
                 }
                 (self.begun, self.due) = (false, !last);
                 if last { (At::End, b' ') } else { (self.at, b'\n') }
