@@ -37,7 +37,8 @@ fn an_options_file_has_the_flags_that_are_not_typed() {
         assert_eq!(steps("evaluation"), [Some(5), Some(10)]);
         assert_eq!(events(&fixture, name, "start")[0]["options"], text);
     }
-    assert_same_tree(&fixture.scratch.path("alone-kept"), &fixture.scratch.path("two-kept"));
+    let [alone, two] = ["alone", "two"].map(|name| format!("{name}-kept/step-10"));
+    assert_same_tree(&fixture.scratch.path(&alone), &fixture.scratch.path(&two));
     // A supervisor's ranks read it too, and it may name the number of ranks.
     fixture.scratch.write("team/rules.toml", "hang_seconds = 600\n");
     let text =

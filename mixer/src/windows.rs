@@ -71,8 +71,8 @@ impl DataPlan {
         self.exhausted.is_none() && self.fixed_until < self.steps()
     }
 
-    /// By source of the mix that reacts at `mix_key`: the greatest weight (in parts of [`MIX_PARTS`]), in its steps that
-    /// are not fixed, with which enough text is left for later phases; `None` if each weight leaves enough. Packed
+    /// By source of the mix that reacts at `mix_key`: the greatest weight (in parts of [`MIX_PARTS`]), in its steps
+    /// that are not fixed, with which enough text is left for later phases; `None` if each weight leaves enough. Packed
     /// sources are not looked at.
     pub fn weights_for_later(&self, mix_key: &str) -> Vec<Option<u64>> {
         let Some(curriculum) = self.curriculum.as_deref() else { return Vec::new() };
