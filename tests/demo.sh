@@ -28,8 +28,8 @@ steps() { # how many steps the ledger holds
   n=$(grep -c '"kind":"step"' "$demo/run/ledger.jsonl" 2>/dev/null) || true
   echo "${n:-0}"
 }
-printf '$ ztrain --curriculum curricula/demo.toml --out %s/run --checkpoint-every 20 &\n' "$demo"
-"$bin/ztrain" --curriculum curricula/demo.toml --out "$demo/run" --checkpoint-every 20 &
+printf '$ ztrain --curriculum curricula/demo.toml --out %s/run --device cpu --checkpoint-every 20 &\n' "$demo"
+"$bin/ztrain" --curriculum curricula/demo.toml --out "$demo/run" --device cpu --checkpoint-every 20 &
 victim=$!
 while kill -0 "$victim" 2>/dev/null && [ "$(steps)" -lt 47 ]; do
   sleep 0.2
@@ -38,7 +38,7 @@ kill -9 "$victim" && echo "killed -9 after $(steps) steps"
 wait "$victim" 2>/dev/null || true
 
 say "the same command again: it goes on from the last checkpoint, and what it computes again must match the ledger"
-ztrain --curriculum curricula/demo.toml --out "$demo/run" --checkpoint-every 20
+ztrain --curriculum curricula/demo.toml --out "$demo/run" --device cpu --checkpoint-every 20
 
 say "replay a past step: the same bits, and the documents behind its loss, worst first"
 ztrain replay --run "$demo/run" --step 57

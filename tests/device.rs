@@ -44,6 +44,44 @@ fn a_run_on_a_device_is_one_run_however_it_is_computed() {
 }
 
 #[test]
+fn auto_is_a_gpu_that_is_visible_and_stays_what_a_run_began_on() {
+    let on = OnDevice::by_libtorch_of(&SHORT);
+    let scratch = &on.fixture.scratch;
+    let run = |command: &mut Command| Ran::from(command.output().unwrap());
+    let device = |out: &str| {
+        let head: Value = serde_json::from_str(on.ledger(out).lines().next().unwrap()).unwrap();
+        head["kernel_table"]["device"].as_str().unwrap().to_owned()
+    };
+    let auto = |command: &mut Command, report: &str| {
+        pretend(command, &scratch.path(report));
+        run(command)
+    };
+    let first = &["--validate-every", "0", "--stop-after", "2"];
+    run(&mut on.fixture.run("plain", first)).ok();
+    assert_eq!(device("plain"), "cpu", "there is no GPU");
+    // A run continues, and is replayed, where it began, though there is a GPU now.
+    let said =
+        auto(&mut on.fixture.run("plain", &["--validate-every", "0", "--stop-after", "3"]), "on");
+    assert!(!said.err.contains("computing on a GPU"), "{}", said.err);
+    said.ok();
+    let plain = scratch.path("plain");
+    let replay = ["replay", "--run", arg(&plain), "--step", "2"];
+    let said = auto(&mut ztrain_command(&replay), "replayed").ok();
+    assert!(said.contains("same bits"), "{said}");
+    let said = auto(&mut on.fixture.run("gpu", first), "gpu.report");
+    assert!(
+        said.err.contains("computing on a GPU (a pretended GPU); --device cpu"),
+        "{}",
+        said.err
+    );
+    said.ok();
+    assert_eq!(device("gpu"), "cuda");
+    let run = scratch.path("gpu");
+    crate::support::ztrain(&["replay", "--run", arg(&run), "--step", "2"])
+        .fails(6, &["--device cuda", "no GPU half of libtorch"]);
+}
+
+#[test]
 fn devices_are_listed_with_what_is_promised_there() {
     let scratch = Scratch::new();
     let report = scratch.path("report");

@@ -32,7 +32,7 @@ use torch_sys::C_tensor;
 
 use crate::shim::{guarded, number, said};
 use crate::{Error, Result};
-pub use found::{Gpu, Gpus, gpus, identity, memory};
+pub use found::{Gpu, Gpus, gpus, identity, memory, visible};
 pub use leave::{HostCopier, HostCopies, PendingCopies};
 pub(crate) use own::digest as kernels_digest;
 pub use stage::{Staged, Stager, StagingBuffer, StagingRing};

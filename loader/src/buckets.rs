@@ -14,7 +14,7 @@ use crate::sealed::Kind;
 use crate::selection::{Selection, SelectionWriter};
 
 /// The version of the rules and of the file format.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 
 /// Replaces each source that the curriculum cuts by its buckets.
 pub(crate) fn cut(curriculum: &Curriculum, stores: &mut Stores) -> Result<()> {

@@ -1,14 +1,15 @@
 //! The file format of the documents of a bucket.
 //!
 //! ```text
-//! head   magic (`zbucket1`), key                                                                   u64, u128
+//! head   magic (`zbucket2`), key                                                                   u64, u128
 //! runs   of each run of neighbours in the store: first token and document in the bucket, then in the store   4 x u64
+//! sparse each run whose number is a multiple of 256, once more                                    4 x u64
 //! tail   runs, documents, tokens                                                                   3 x u64
-//! digest as of each file next to a store (`sealed.rs`)
+//! sums   as of each file next to a store (`sealed.rs`)
 //! ```
 //!
-//! Numbers are little-endian, and all four columns ascend. One run in [`STRIDE`] is held in memory; reading a sequence
-//! takes one read of the runs from there on.
+//! Numbers are little-endian, and all four columns ascend. The sparse runs are held in memory; reading a sequence takes
+//! one read of the runs from there on.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +18,7 @@ use contract::{Digest, Result};
 use crate::sealed::{Kind, SealedFile, SealedWriter};
 
 /// The file's first word.
-const MAGIC: u64 = u64::from_le_bytes(*b"zbucket1");
+const MAGIC: u64 = u64::from_le_bytes(*b"zbucket2");
 
 /// Words of the head, of a run and of the tail.
 const HEAD_WORDS: usize = 3;
@@ -46,6 +47,7 @@ pub(crate) struct SelectionWriter {
     runs: u64,
     documents: u64,
     tokens: u64,
+    sparse: Vec<u64>,
     /// The store's document that would continue the open run.
     next: Option<u64>,
 }
@@ -55,13 +57,18 @@ impl SelectionWriter {
         let mut file = SealedWriter::create(Kind::Bucket, folder, &Kind::Bucket.file(key))?;
         file.put(&MAGIC.to_le_bytes())?;
         file.put(&key.0.to_le_bytes())?;
-        Ok(SelectionWriter { file, runs: 0, documents: 0, tokens: 0, next: None })
+        let sparse = Vec::new();
+        Ok(SelectionWriter { file, runs: 0, documents: 0, tokens: 0, sparse, next: None })
     }
 
     /// Adds a document of the store, which begins at `start` there.
     pub(crate) fn add(&mut self, document: u64, start: u64, tokens: u64) -> Result<()> {
         if self.next != Some(document) {
-            self.put(&[self.tokens, self.documents, start, document])?;
+            let run = [self.tokens, self.documents, start, document];
+            if self.runs.is_multiple_of(STRIDE) {
+                self.sparse.extend(run);
+            }
+            self.file.put_words(&run)?;
             self.runs += 1;
         }
         self.next = Some(document + 1);
@@ -70,12 +77,9 @@ impl SelectionWriter {
         Ok(())
     }
 
-    fn put(&mut self, words: &[u64]) -> Result<()> {
-        words.iter().try_for_each(|word| self.file.put(&word.to_le_bytes()))
-    }
-
     pub(crate) fn commit(mut self) -> Result<PathBuf> {
-        self.put(&[self.runs, self.documents, self.tokens])?;
+        self.file.put_words(&self.sparse)?;
+        self.file.put_words(&[self.runs, self.documents, self.tokens])?;
         self.file.commit()
     }
 }
@@ -108,13 +112,14 @@ impl Selection {
         }
         let tail = file.words(file.body - TAIL_WORDS as u64 * 8, TAIL_WORDS)?;
         let (runs, documents, tokens) = (tail[0], tail[1], tail[2]);
-        if runs.checked_mul(RUN_WORDS as u64 * 8) != Some(rows) {
+        let sparse = runs.div_ceil(STRIDE);
+        let both = runs.checked_add(sparse).and_then(|all| all.checked_mul(RUN_WORDS as u64 * 8));
+        if both != Some(rows) {
             return Err(file.damaged("its runs do not end where it says"));
         }
         let mut opened = Selection { file, documents, tokens, runs, sparse: Vec::new() };
-        let firsts = (0..runs).step_by(STRIDE as usize).map(|run| opened.rows(run, 1));
-        let sparse: Result<Vec<_>> = firsts.map(|rows| Ok(rows?[0])).collect();
-        opened.sparse = sparse?;
+        // The sparse runs follow the last run.
+        opened.sparse = opened.rows(runs, sparse)?;
         Ok(opened)
     }
 

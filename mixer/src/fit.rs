@@ -5,11 +5,12 @@
 //! the pack with the least free space that still fits it (the oldest of equals), or starts a new pack if none fits
 //! (best-fit-decreasing). A pack with the maximum number of pieces takes no more.
 //!
-//! Documents are packed [`BLOCK`] at a time, which bounds memory and time. Each block leaves some packs partly empty; a
-//! block is so large that these are less than a fiftieth of all (a test).
+//! Documents are packed [`BLOCK`] at a time, which bounds memory and lets threads share the work. Each block leaves
+//! some packs partly empty; a block is so large that these are less than a fiftieth of all (a test).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 use contract::{Key, Purpose, draw};
 use curriculum::Packing;
@@ -46,7 +47,7 @@ impl Lengths {
     }
 }
 
-/// The packs of one length: a list of spans for each pack, in stream order.
+/// The packs of one block of documents: a list of spans for each pack, in stream order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FittedPacks {
     /// Full packs of one contiguous span.
@@ -68,31 +69,35 @@ struct OpenPack {
 }
 
 impl FittedPacks {
-    /// Packs one more block of documents, each a range of tokens of its stream.
+    /// Packs a block of documents, each a range of tokens of its stream; a pack takes pieces of at most `most`.
     ///
     /// # Panics
     /// If `length` or `most` is 0.
-    pub fn add(&mut self, documents: &[(u64, u64)], length: u32, most: u32) {
+    pub fn of(documents: &[Range<u64>], length: u32, most: u32) -> Self {
         assert!(length > 0 && most > 0, "a pack needs tokens");
-        self.documents += documents.len() as u64;
+        let mut packs = FittedPacks { documents: documents.len() as u64, ..Self::default() };
         let mut pieces = Vec::new();
-        for &(start, tokens) in documents {
-            let whole = tokens / u64::from(length);
-            let full =
-                |number: u64| Span::new(start + number * u64::from(length), u64::from(length));
-            self.contiguous.extend((0..whole).map(full));
-            self.cut += u64::from(tokens > u64::from(length));
-            let left = tokens % u64::from(length);
-            if left > 0 {
-                pieces.push(Span::new(start + whole * u64::from(length), left));
+        for Range { start, end } in documents.iter().cloned() {
+            let (tokens, length) = (end - start, u64::from(length));
+            let whole = tokens / length;
+            packs.contiguous.extend((0..whole).map(|at| Span::new(start + at * length, length)));
+            packs.cut += u64::from(tokens > length);
+            if tokens % length > 0 {
+                pieces.push(Span::new(start + whole * length, tokens % length));
             }
         }
         // A stable sort: equal sizes stay in the order of the stream.
         pieces.sort_by_key(|piece| Reverse(piece.tokens));
         for OpenPack { mut pieces, room } in packed(&pieces, length, most) {
             pieces.sort_unstable();
-            if room == 0 { &mut self.joined } else { &mut self.padded }.push(pieces);
+            if room == 0 { &mut packs.joined } else { &mut packs.padded }.push(pieces);
         }
+        packs
+    }
+
+    /// Packs of the block.
+    pub fn packs(&self) -> usize {
+        self.contiguous.len() + self.joined.len() + self.padded.len()
     }
 }
 
@@ -187,25 +192,25 @@ mod tests {
     use super::*;
 
     /// Contiguous documents of these sizes.
-    fn documents(sizes: &[u64]) -> Vec<(u64, u64)> {
+    fn documents(sizes: &[u64]) -> Vec<Range<u64>> {
         let begin = |at: &mut u64, size: &u64| {
             let start = *at;
             *at += size;
-            Some((start, *size))
+            Some(start..*at)
         };
         sizes.iter().scan(0, begin).collect()
     }
 
     /// Straightforward best-fit-decreasing: checks every pack for every piece.
-    fn naive(documents: &[(u64, u64)], length: u64, most: usize) -> (Vec<Span>, Vec<Vec<Span>>) {
+    fn naive(documents: &[Range<u64>], length: u64, most: usize) -> (Vec<Span>, Vec<Vec<Span>>) {
         let (mut single, mut pieces) = (Vec::new(), Vec::new());
-        for &(mut start, mut tokens) in documents {
-            while tokens >= length {
+        for Range { mut start, end } in documents.iter().cloned() {
+            while end - start >= length {
                 single.push(Span::new(start, length));
-                (start, tokens) = (start + length, tokens - length);
+                start += length;
             }
-            if tokens > 0 {
-                pieces.push(Span::new(start, tokens));
+            if end > start {
+                pieces.push(Span::new(start, end - start));
             }
         }
         pieces.sort_by(|a, b| b.tokens.cmp(&a.tokens).then(a.start.cmp(&b.start)));
@@ -233,8 +238,7 @@ mod tests {
             most in 1u32..6,
         ) {
             let documents = documents(&sizes);
-            let mut packs = FittedPacks::default();
-            packs.add(&documents, length, most);
+            let packs = FittedPacks::of(&documents, length, most);
             let (single, several) = naive(&documents, u64::from(length), most as usize);
             let full = |pack: &&Vec<Span>| {
                 pack.iter().map(|piece| piece.tokens).sum::<u32>() == length
@@ -292,16 +296,10 @@ mod tests {
         let sizes: Vec<u64> = (0..(BLOCK as u64 * 5 / 2)).map(size).collect();
         let documents = documents(&sizes);
         for length in [512, 4096] {
-            let (mut whole, mut blocks) = (FittedPacks::default(), FittedPacks::default());
-            whole.add(&documents, length, 256);
-            documents.chunks(BLOCK).for_each(|block| blocks.add(block, length, 256));
-            let packs = |of: &FittedPacks| of.contiguous.len() + of.joined.len() + of.padded.len();
-            assert!(
-                packs(&blocks) * 50 <= packs(&whole) * 51,
-                "{} {}",
-                packs(&blocks),
-                packs(&whole)
-            );
+            let packs = |block: &[Range<u64>]| FittedPacks::of(block, length, 256).packs();
+            let (whole, blocks) =
+                (packs(&documents), documents.chunks(BLOCK).map(packs).sum::<usize>());
+            assert!(blocks * 50 <= whole * 51, "{blocks} {whole}");
         }
     }
 }

@@ -7,7 +7,8 @@
 //! - [`launch`] starts ranks and finds their places, [`mesh`] distributes the work over them.
 //! - [`replay`] recomputes past steps, [`explain`] explains one; [`compare`] finds where two runs diverge.
 //! - [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains; [`chart`] plots it.
-//! - [`plan`] predicts what a run will need before it allocates, [`sizing`] how fast it will be and on which machines.
+//! - [`plan`] predicts what a run will need before it allocates, [`sizing`] how fast it will be and on which machines;
+//!   `costs` has the operations and bytes of a micro-batch.
 //! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
 //! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
 //!   curves, [`validate`] computes the validation loss, [`evaluate`] scores tasks, [`progress`] prints a line for each
@@ -25,6 +26,7 @@ pub mod change;
 pub mod chart;
 pub mod checkpoint;
 pub mod compare;
+mod costs;
 pub mod evaluate;
 pub mod events;
 pub mod exec;

@@ -16,6 +16,7 @@ use kernels::ops::NewtonSchulzIterate;
 use serde::Serialize;
 use tch::{Device, Kind};
 
+use crate::costs;
 use crate::ledger;
 use crate::mesh::axes::Axis;
 use crate::mesh::behind::OwnedBytes;
@@ -23,7 +24,7 @@ use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, AxisGroup};
 use crate::mesh::{Degrees, GradReduce, Mesh, gather};
-use crate::model::{self, Cut, ParamSpec, WeightShards};
+use crate::model::{Cut, ParamSpec, WeightShards};
 use crate::optim::{OptimizerRule, together};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, ParamShard};
@@ -156,10 +157,10 @@ impl<'a> Parallelism<'a> {
         let ranks = u64::from(mesh.together());
         let here = Cut { chunks: cut.chunks / ranks, ..*cut };
         let tokens = placed.micro_batch * u64::from(placed.seq_len);
-        let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
+        let shared = if ranks > 1 { costs::gathered_bytes(config, tokens, dtype) } else { 0 };
         let (tokens, options) = (tokens / ranks, workers.options().cut(here));
         let activations =
-            model::activation_bytes(config, tokens, shared, options, dtype, on_device);
+            costs::activation_bytes(config, tokens, shared, options, dtype, on_device);
         let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
         let between = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
         let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);

@@ -14,6 +14,7 @@ use serde::Serialize;
 use tch::Device;
 
 use crate::checkpoint::{StateLayout, manifest_bytes};
+use crate::costs;
 use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{MemoryUse, Parallelism};
 use crate::mesh::copies::Partners;
@@ -275,7 +276,7 @@ fn phase_needs(
         shared_within_machines: mesh.within_machines(mesh.together(), fleet.ranks_per_node),
         folded: micro_batches * folded(spec, fleet, mesh, first)?,
         folded_within_machines: mesh.within_machines(mesh.tsp, fleet.ranks_per_node),
-        model_flops: model::flops(config, tokens, &routed, pairs),
+        model_flops: costs::flops(config, tokens, &routed, pairs),
         ledger_bytes: ledger_bytes(spec, first)?,
     })
 }
@@ -301,7 +302,7 @@ fn shared(
     let (PhaseModel { config, cut, .. }, step) = (spec.model_at(first)?, spec.plan.step(first)?);
     let (degree, options) = (u64::from(mesh.together()), fleet.workers.options().cut(*cut));
     let (rows, length, dtype) = (step.micro_batch, step.seq_len.into(), spec.dtype_at(first));
-    let layers = model::shared_bytes(config, rows, length, degree, options, dtype);
+    let layers = costs::shared_bytes(config, rows, length, degree, options, dtype);
     let slices = Slices::new(mesh, shares.pieces, spec.parameters.len());
     let dealt = Assignment { chunks: cut.chunks, degree, place: 0 };
     Ok(layers + context::gradient_bytes(&slices, &spec.parameters, dealt))
@@ -310,7 +311,7 @@ fn shared(
 /// Bytes of weight shards for a micro-batch: each shard is sent by its holder to the others on its line.
 fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> {
     let (dtype, keep) = (spec.dtype_at(first), fleet.workers.options().keep);
-    let line = model::folded_bytes(&spec.parameters, u64::from(mesh.tsp), keep, dtype);
+    let line = costs::folded_bytes(&spec.parameters, u64::from(mesh.tsp), keep, dtype);
     Ok(u64::from(mesh.cp) * line)
 }
 

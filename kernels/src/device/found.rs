@@ -53,6 +53,13 @@ pub fn gpus() -> std::result::Result<Gpus, String> {
     })
 }
 
+/// The name of the first GPU that a driver of this machine reports to this process; empty if it says none. Opens no
+/// half of libtorch and creates no context.
+pub fn visible() -> Option<String> {
+    let found = vendors().into_iter().find_map(|vendor| described(vendor, 0))?;
+    Some(found.name.unwrap_or_default())
+}
+
 /// A release of NCCL as users know it: 22809 is 2.28.9.
 fn release(number: i32) -> String {
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)

@@ -212,8 +212,8 @@ impl<'a> CheckpointReader<'a> {
         Ok(all)
     }
 
-    /// The state of one rank: all weights in the number format of the model, and the optimizer state of its own pieces.
-    /// The digest of the state is checked once all ranks have read their parts.
+    /// The state of one rank: weights and optimizer state of its own pieces. Other ranks send the other weights, once
+    /// all have read their parts and checked the digest of the state.
     pub fn part(
         &self,
         layout: &StateLayout,
@@ -225,21 +225,13 @@ impl<'a> CheckpointReader<'a> {
         let dtype = layout.dtype_after(self.manifest.step);
         let weights = state::room(&layout.parameters, dtype, layout.device).map_err(refused)?;
         let (mut owned, mut wants) = (Vec::new(), Vec::new());
-        for (parameter, weight) in layout.parameters.iter().zip(&weights) {
-            let (into, region) = (weight.shallow_clone(), Region::whole(&parameter.shape));
-            wants.push(ReadRequest {
-                set: TensorSet::Weights,
-                name: parameter.name.clone(),
-                region,
-                into,
-            });
-        }
         for piece in owners.own() {
             let of_piece = OwnedState::of(piece, &weights[piece.tensor], || empty(&piece.shape));
             let of_piece = of_piece.map_err(refused)?;
             let parameter = &layout.parameters[piece.tensor];
-            let master = of_piece.master.as_ref().into_iter();
-            wants.extend(master.flat_map(|into| run(TensorSet::Weights, parameter, piece, into)));
+            let read = || piece.of(&weights[piece.tensor]);
+            let weight = of_piece.master.as_ref().map_or_else(read, Tensor::shallow_clone);
+            wants.extend(run(TensorSet::Weights, parameter, piece, &weight));
             wants.extend(run(TensorSet::First, parameter, piece, &of_piece.first));
             let second = of_piece.second.as_ref();
             wants.extend(
@@ -252,7 +244,9 @@ impl<'a> CheckpointReader<'a> {
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
         let (owners, fold) = (owners.clone(), WeightShards::default());
         let departures = PendingCopies::default();
-        Ok(State { step, weights, fold, balance, windows, owners, owned, departures })
+        let state = State { step, weights, fold, balance, windows, owners, owned, departures };
+        state.round(workers)?;
+        Ok(state)
     }
 
     /// The complete state, checked.

@@ -22,6 +22,8 @@ use crate::state::ownership::{self, Ownership, ParamShard};
 use crate::state::{OwnedState, State};
 use crate::workers::Workers;
 
+mod lasting;
+
 const LANES: fn() -> Workers = || Workers::new(1);
 const CHAIN: Digest = Digest(77);
 
@@ -251,50 +253,6 @@ fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
         let needed = (0..100).find(|left| whole(how, *left)).unwrap();
         assert!(needed > 10, "only {needed} operations were cut");
     }
-}
-
-/// A folder from which nothing can be removed.
-#[derive(Debug)]
-struct Lasting(Folder);
-
-impl Medium for Lasting {
-    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<store::FileRecord> {
-        self.0.put(name, parts)
-    }
-
-    fn get(&self, name: &str) -> Result<Vec<u8>> {
-        self.0.get(name)
-    }
-
-    fn list(&self) -> Result<Vec<String>> {
-        self.0.list()
-    }
-
-    fn remove(&self, _: &str) -> Result<()> {
-        Err(Fault::machine("access denied"))
-    }
-
-    fn rename(&self, from: &str, to: &str) -> Result<()> {
-        self.0.rename(from, to)
-    }
-
-    fn location(&self, name: &str) -> Location {
-        self.0.location(name)
-    }
-}
-
-#[test]
-fn what_may_not_be_removed_stays_and_costs_no_checkpoint() {
-    let (layout, retention) = (layout(), Retention { newest: 1, ..Retention::default() });
-    let folder = TempDir::new().unwrap();
-    let medium = Arc::new(Lasting(Folder(folder.path().to_owned())));
-    let checkpoints = Checkpoints { medium };
-    for step in [3, 6] {
-        save(&checkpoints, &layout, step).unwrap();
-    }
-    let left = checkpoints.retain(Retention { aged: false, ..retention }).unwrap_err();
-    assert!(left.to_string().contains("access denied"), "{left}");
-    assert_eq!(newest(&checkpoints, &layout), (Some(6), Vec::new()));
 }
 
 #[test]

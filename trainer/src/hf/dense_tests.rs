@@ -14,9 +14,10 @@ use super::config;
 use super::export::{in_parts, model_files, named};
 use super::family::HfModel;
 use super::import::import;
+use crate::costs::flops;
 use crate::model::{
     Attention, BalanceKind, FeedForward, ParamSpec, ResidualKind, RouterKind, SkipOutput,
-    ZayaConfig, active_parameters, flops, init, init_balance, parameters,
+    ZayaConfig, active_parameters, init, init_balance, parameters,
 };
 use crate::optim::balance::RouterBalance;
 

@@ -411,6 +411,13 @@ impl ZayaConfig {
             .or((self.num_shared_experts > 0).then_some(("num_shared_experts", "more than 0")))
     }
 
+    /// The attention and the feed-forward of each layer: each list repeats where it ends.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = (Attention, FeedForward)> + '_ {
+        let kinds =
+            self.layers.iter().copied().cycle().zip(self.feed_forward.iter().copied().cycle());
+        kinds.take(self.num_hidden_layers as usize)
+    }
+
     /// Width of all query heads together.
     pub(crate) fn query_size(&self) -> i64 {
         self.num_attention_heads * self.head_dim

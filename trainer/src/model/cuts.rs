@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::agreement::{middling_of, same_bits};
 use super::cut::Chunks;
-use super::layer::{Layer, LayerKind, LayerPlace, Pass};
+use super::layer::{Layer, LayerPlace, Pass};
 use super::layers::cca::Cca;
 use super::param::{ParamDeclarations, Weights};
 use super::parity::{Arrays, all_rounded, relative};
@@ -174,7 +174,7 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
             neutral: None,
             kind: Kind::Float,
         };
-        Layer::forward(&layer, &pass, std::slice::from_ref(&x), None).unwrap().out.pop().unwrap()
+        layer.forward(&pass, std::slice::from_ref(&x), None).unwrap().out.pop().unwrap()
     };
     let half = config.query_size() / 2;
     let shut = |first: i64| {

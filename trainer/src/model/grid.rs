@@ -14,13 +14,13 @@ pub(super) const REACH: i64 = 2;
 
 /// The layout of a cut micro-batch.
 #[derive(Clone, Copy)]
-pub(super) struct ChunkGrid {
+pub(crate) struct ChunkGrid {
     /// Tokens in a sequence.
-    pub(super) length: i64,
+    pub(crate) length: i64,
     /// Tokens of a sequence in a chunk.
-    pub(super) width: i64,
+    pub(crate) width: i64,
     /// Sequences.
-    pub(super) rows: i64,
+    pub(crate) rows: i64,
 }
 
 /// The part of a document in a chunk.
@@ -102,7 +102,7 @@ impl ChunkGrid {
     }
 
     /// How many rows all ranks together send.
-    pub(super) fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
+    pub(crate) fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
         let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
         let mut all = SharedRows { states, ..SharedRows::default() };
         for place in 0..dealt.degree {

@@ -133,15 +133,15 @@ pub(super) struct Rows {
 
 /// Rows that all ranks of a line together send for one micro-batch, in each layer and direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct SharedRows {
+pub(crate) struct SharedRows {
     /// Rows adjacent to chunks.
-    pub(super) beside: u64,
+    pub(crate) beside: u64,
     /// Rows of earlier keys.
-    pub(super) earlier: u64,
+    pub(crate) earlier: u64,
     /// Blocks of gradients of keys.
-    pub(super) sums: u64,
+    pub(crate) sums: u64,
     /// States of linear attention, one for each chunk and sequence.
-    pub(super) states: u64,
+    pub(crate) states: u64,
 }
 
 /// This rank's rows, followed by the rows of other ranks that it reads.

@@ -4,6 +4,7 @@
 //! config     every number that decides the computation     param      parameters, and how a layer declares one
 //! kinds      the kinds of layers in a configuration
 //! input      tokens of a micro-batch, its documents        layer      the interface of layers
+//! sublayer   a layer between its norm and its residual scaling
 //! cut        chunks of a micro-batch                       gradients  sums of gradients over chunks, and their sink
 //! grid       the layout of its tokens                      line       ranks that share its chunks
 //! fold       weights sharded over ranks                    sharding   how they are cut; shards: how they are fetched
@@ -22,10 +23,10 @@
 mod activity;
 mod config;
 mod cut;
-mod flow;
 mod fold;
 mod gradients;
 mod grid;
+mod init;
 mod input;
 mod kinds;
 mod layer;
@@ -38,6 +39,7 @@ mod rotary;
 mod sharding;
 mod shards;
 mod stage;
+mod sublayer;
 mod zaya;
 
 #[cfg(test)]
@@ -57,21 +59,21 @@ pub use cut::Cut;
 pub use fold::{Overlap, ShardedWeights, WeightShards};
 pub(crate) use gradients::ExpertNumbers;
 pub use gradients::{ChunkSum, CollectedGradients, GradientSink, GradientTerm};
+pub(crate) use grid::ChunkGrid;
+pub(crate) use init::{balance_sizes, router_classes};
+pub use init::{init, init_balance, parameters};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
 pub use kinds::{Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind};
+pub(crate) use line::SharedRows;
 pub use line::{Assignment, AxisComm, PendingReceive};
 pub(crate) use param::{HEAD, active_parameters, balance_name, initial};
 pub use param::{Init, ParamId, ParamSpec, Role, rounded};
 pub(crate) use probe::probe;
 pub use sharding::Sharding;
 pub use stage::{BatchBuffer, StagedMicroBatch};
-pub(crate) use zaya::{balance_sizes, router_classes};
-pub use zaya::{init, init_balance, parameters};
 
 use contract::{Fault, Result};
-use curriculum::Dtype;
-use grid::ChunkGrid;
-use kernels::ops::{self, AttentionSpan, OpsTable};
+use kernels::ops::{self, OpsTable};
 use layer::Pass;
 use loader::Batch;
 use tch::{Kind, Tensor};
@@ -258,7 +260,7 @@ fn compute(
     enter()?;
     let model = Zaya::new(config);
     let train = |pass: &Pass<'_>| model.train(pass, label_count, how.options.keep, sink);
-    let found = model.with(how, config, params, balance, input, train)?;
+    let found = Pass::over(how, config, params, balance, input, train)?;
     Ok(MicroBatchLosses {
         loss: total(&found.losses)?,
         labels: input.label_count,
@@ -280,7 +282,7 @@ pub fn losses<'a>(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let losses =
-        model.with(how.into(), config, params, balance, &input, |pass| model.losses(pass))?;
+        Pass::over(how.into(), config, params, balance, &input, |pass| model.losses(pass))?;
     number(&total(&losses)?)
 }
 
@@ -295,7 +297,7 @@ pub fn scores<'a>(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let [losses, misses] =
-        model.with(how.into(), config, params, balance, &input, |pass| model.scores(pass))?;
+        Pass::over(how.into(), config, params, balance, &input, |pass| model.scores(pass))?;
     Ok((number(&total(&losses)?)?, number(&total(&misses)?)? == 0.0))
 }
 
@@ -309,15 +311,7 @@ pub fn logits(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let options = options_for(params)?;
-    model.with(options.into(), config, params, balance, &input, |pass| model.logits(pass))
-}
-
-/// Model FLOPs of forward and backward over `tokens`, which layer by layer are sent to experts `routed` times, with
-/// `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of attention
-/// inside each document, the router, the experts, and the head. Norms, activations, the optimizer and recomputation are
-/// not counted.
-pub(crate) fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
-    Zaya::new(config).flops(config, tokens, routed, pairs)
+    Pass::over(options.into(), config, params, balance, &input, |pass| model.logits(pass))
 }
 
 /// (query, key) pairs that attention sees in the rows of a batch.
@@ -329,73 +323,11 @@ pub(crate) fn pairs(config: &ZayaConfig, batch: &Batch) -> u64 {
     batch.boundaries.iter().map(row).sum()
 }
 
-/// Model FLOPs of a step, forward and backward, from tokens by layer and router class (the skip last) and `pairs`.
-pub(crate) fn step_flops(config: &ZayaConfig, tokens: u64, router: &[Vec<u64>], pairs: u64) -> f64 {
-    // A layer without a router has no counts.
-    let experts = |counts: &Vec<u64>| counts.iter().rev().skip(1).sum::<u64>();
-    flops(config, tokens, &router.iter().map(experts).collect::<Vec<_>>(), pairs)
-}
-
 /// (query, key) pairs of documents that begin at `starts` in a row of `length` tokens.
 pub(crate) fn causal_pairs(starts: &[u32], length: u32) -> u64 {
     let ends = starts.iter().skip(1).copied().chain([length]);
     let lengths = starts.iter().zip(ends).map(|(start, end)| u64::from(end - start));
     lengths.map(|n| n * (n + 1) / 2).sum()
-}
-
-/// Bytes that a micro-batch of `tokens` holds between its passes: at the head, with its logits, and at the end of the
-/// backward pass. Attention needs `attending` more while a layer computes it.
-pub(crate) fn activation_bytes(
-    config: &ZayaConfig,
-    tokens: u64,
-    attending: u64,
-    options: MicroBatchOptions,
-    dtype: Dtype,
-    on_device: bool,
-) -> [u64; 2] {
-    let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
-    Zaya::new(config).activation_bytes(config, tokens, narrow, attending, on_device, options)
-}
-
-/// Bytes of one layer's keys and values of all chunks of a shared micro-batch, and of their gradients in f32.
-pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
-    let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
-    2 * (narrow + 4) * config.key_size() as u64 * tokens
-}
-
-/// Bytes that `degree` ranks send each other in all for a shared micro-batch of `rows` sequences of `seq_len` tokens,
-/// each one document: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
-pub(crate) fn shared_bytes(
-    config: &ZayaConfig,
-    rows: u64,
-    seq_len: u64,
-    degree: u64,
-    options: MicroBatchOptions,
-    dtype: Dtype,
-) -> u64 {
-    let (chunks, length) = (options.cut.chunks, seq_len as i64);
-    let dealt = Assignment { chunks, degree, place: 0 };
-    let grid = ChunkGrid { length, width: length / chunks as i64, rows: rows as i64 };
-    let documents: Vec<AttentionSpan> =
-        (0..rows as i64).map(|row| AttentionSpan::whole(row * length, length)).collect();
-    let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
-    let sent = grid.shared(dealt, &documents);
-    Zaya::new(config).shared_bytes(config, narrow, options.keep, sent)
-        + 4 * rows * seq_len * (degree - 1)
-}
-
-/// Bytes of weight shards that `degree` ranks send each other in all for a micro-batch: each shard once for the forward
-/// pass, once for the backward pass, and once more for recomputation.
-pub(crate) fn folded_bytes(
-    parameters: &[ParamSpec],
-    degree: u64,
-    keep: ActivationCheckpointing,
-    dtype: Dtype,
-) -> u64 {
-    let passes = if keep == ActivationCheckpointing::LayerInputs { 3 } else { 2 };
-    let cut = parameters.iter().filter(|one| one.sharding.is_some());
-    let bytes = cut.map(|one| one.kind(dtype).elt_size_in_bytes() as u64 * one.elements());
-    (degree - 1) * passes * bytes.sum::<u64>()
 }
 
 /// The sum of token losses, in f64.
@@ -452,31 +384,6 @@ mod tests {
         }
         let again = forward_backward(&config, &params, &balance, &input, 64).unwrap();
         assert_eq!(out.grads, again.grads);
-    }
-
-    /// Six operations for each token and active weight, plus attention: the rule of thumb, for matrices only.
-    #[test]
-    fn it_is_six_for_each_active_weight_and_token() {
-        let config = ZayaConfig::preset("zaya1-8b").unwrap();
-        let experts = config.num_experts as u64;
-        let active: u64 = parameters(&config)
-            .iter()
-            .filter(|spec| spec.shape.len() > 1 && !spec.name.contains("depthwise"))
-            .map(|spec| {
-                if spec.name.contains(".experts.") {
-                    spec.elements() / experts
-                } else {
-                    spec.elements()
-                }
-            })
-            .sum();
-        let (tokens, layers) = (1000, config.num_hidden_layers as u64);
-        let routed = vec![tokens; config.num_hidden_layers as usize];
-        let found = flops(&config, tokens, &routed, 0);
-        assert_eq!(found, 6.0 * active as f64 * tokens as f64);
-        let with = flops(&config, tokens, &routed, 10);
-        // Scores and values: 2 x 2 x query width for a pair, in each layer, three times.
-        assert_eq!(with - found, (12 * config.query_size() as u64 * 10 * layers) as f64);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use tch::Tensor;
 
 use super::activity::LayerActivity;
 use super::input::MicroBatchInput;
+use super::layer::Pass;
 use super::zaya::Zaya;
 use super::{MicroBatchOptions, ZayaConfig, enter};
 
@@ -18,7 +19,7 @@ pub(crate) fn probe(
 ) -> Result<Vec<LayerActivity>> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    model.with(options.into(), config, params, balance, &input, |pass| model.probe(pass))
+    Pass::over(options.into(), config, params, balance, &input, |pass| model.probe(pass))
 }
 
 #[cfg(test)]

@@ -104,8 +104,9 @@ impl Replayer {
         let (comm, device) = (&self.world.comm, self.world.device);
         let layout = StateLayout::new(&self.spec, device);
         let owners = Ownership::new(&self.spec, comm.rank(), comm.world());
+        let team = self.team()?;
         let reading =
-            RestoreInputs { comm, layout: &layout, owners: &owners, workers: self.workers };
+            RestoreInputs { team: &team, layout: &layout, owners: &owners, workers: self.workers };
         let mut passed = Vec::new();
         let found = if comm.rank() == 0 {
             let places = [&self.folder.checkpoints()?, self.kept.checkpoints()];
@@ -125,7 +126,7 @@ impl Replayer {
             Some((state, _)) => state,
             None => {
                 let state = State::begin(&self.spec, device, owners, self.workers)?;
-                share::weights(&self.team()?, &state)?;
+                share::weights(&team, &state)?;
                 state
             }
         };

@@ -65,7 +65,7 @@ pub(super) fn open<'a>(
 ) -> Result<OpenedRun<'a>> {
     let (comm, layout) = (&world.comm, Arc::new(StateLayout::new(spec, world.device)));
     let owners = Ownership::new(spec, comm.rank(), comm.world());
-    let reading = RestoreInputs { comm, layout: &layout, owners: &owners, workers: exec.workers };
+    let reading = RestoreInputs { team, layout: &layout, owners: &owners, workers: exec.workers };
     let recall = |last, place: &Location| {
         hold_together(exec, world, place)?;
         let restore = |_| replicas.restore(team, &layout, &owners, last, exec.workers);

@@ -1,21 +1,21 @@
 //! Resumes from a checkpoint: rank 0 chooses one, each rank reads its part, and all of them together check that it is
-//! intact.
+//! intact. Every file is read by the ranks that own something in it, whatever the number of ranks.
 //!
 //! ```text
 //! choice    step and place of a checkpoint, or step 0: the beginning           rank 0 to all ranks
-//! reading   all weights and the moments of its own pieces                      each rank by itself
+//! reading   weights and moments of its own pieces                              each rank by itself
 //! verdict   checksums of its part, or its error                                all-gather, small
+//! sharing   weights, as at the end of a step                                   rank to rank
 //! ```
 
 use std::path::PathBuf;
 
 use contract::{Class, Digest, Fault, Result};
-use kernels::group::Group;
 use store::Location;
 
 use crate::checkpoint::{self, Checkpoints, StateLayout, UsableCheckpoint};
-use crate::mesh::share;
 use crate::mesh::words::{Gathered, WordReader, WordWriter};
+use crate::mesh::{ProcessMesh, share};
 use crate::refusal::lost;
 use crate::state::State;
 use crate::state::ownership::Ownership;
@@ -24,7 +24,7 @@ use crate::workers::Workers;
 /// What a rank needs to read a checkpoint.
 pub(crate) struct RestoreInputs<'a> {
     /// The ranks.
-    pub(crate) comm: &'a Group,
+    pub(crate) team: &'a ProcessMesh<'a>,
     /// The layout of the complete state.
     pub(crate) layout: &'a StateLayout,
     /// The owners of its pieces.
@@ -90,13 +90,13 @@ impl RestoreInputs<'_> {
     pub(super) fn choose(&self, step: u64, place: &Location) -> Result<(u64, Location)> {
         let mut message = WordWriter::default();
         message.word(step).place(place);
-        let gathered =
-            self.comm.all_gather("the choice of a checkpoint", message.bytes()).map_err(lost)?;
+        let gathered = self.team.group.all_gather("the choice of a checkpoint", message.bytes());
+        let gathered = gathered.map_err(lost)?;
         let mut gathered = WordReader::new(&gathered[0]);
         Ok((gathered.word()?, gathered.place()?))
     }
 
-    /// Reads this rank's part and exchanges the result. An error on any rank is returned on all.
+    /// Reads this rank's part and exchanges the result, then the weights. An error on any rank is returned on all.
     fn verdict(&self, opened: Result<&checkpoint::CheckpointReader<'_>>) -> Result<Restored> {
         let read = opened.and_then(|reader| {
             let state = reader.part(self.layout, self.owners, self.workers)?;
@@ -110,7 +110,7 @@ impl RestoreInputs<'_> {
                 message.word(u64::from(fault.class().exit_code())).text(&fault.to_string())
             }
         };
-        let gathered = self.comm.all_gather("the reading of a checkpoint", message.bytes());
+        let gathered = self.team.group.all_gather("the reading of a checkpoint", message.bytes());
         let gathered = Gathered(gathered.map_err(lost)?);
         let (mut gathered, mut faults) = (gathered.readers(), Vec::new());
         for (rank, gathered) in gathered.iter_mut().enumerate() {
@@ -123,12 +123,13 @@ impl RestoreInputs<'_> {
         if let Some((data, rank, text)) = faults.into_iter().min() {
             let fault = if data { Fault::data(text) } else { Fault::machine(text) };
             // That rank itself returns its original error.
-            let original = read.err().filter(|_| rank == self.comm.rank() as usize);
+            let original = read.err().filter(|_| rank == self.team.group.rank() as usize);
             return Err(original.unwrap_or_else(|| fault.at(format!("rank {rank}"))));
         }
         let (state, _, reader) = read?;
         let sums = state.sums_of(&share::sums(self.owners, gathered)?);
         reader.check(sums.digest)?;
+        share::weights(self.team, &state)?;
         Ok((state, sums.digest))
     }
 }
@@ -187,15 +188,17 @@ mod tests {
             for state in &states {
                 let sums = share::sums(&state.owners, said.readers()).unwrap();
                 prop_assert_eq!(state.sums_of(&sums).digest, wanted);
-                let wanted = layout.parameters.iter().zip(&all.weights);
-                for (found, (parameter, wanted)) in state.weights.iter().zip(wanted) {
+                for piece in state.owners.own() {
+                    let (parameter, number) = (&layout.parameters[piece.tensor], piece.tensor);
+                    let (found, wanted) = (&state.weights[number], &all.weights[number]);
                     prop_assert_eq!(found.kind(), parameter.kind(dtype));
+                    let (found, wanted) = (piece.of(found), piece.of(wanted));
                     // Weights may have any bits here, and NaN stays NaN.
                     let wanted = wanted.to_kind(found.kind());
-                    let same = wanted.eq_tensor(found).logical_or(&wanted.isnan().logical_and(&found.isnan()));
-                    prop_assert!(same.all().int64_value(&[]) == 1, "every rank has all weights");
+                    let same = wanted.eq_tensor(&found).logical_or(&wanted.isnan().logical_and(&found.isnan()));
+                    prop_assert!(same.all().int64_value(&[]) == 1, "a rank has the weights of its pieces");
                     let sum = |tensor| kernels::checksum::tensor(tensor, 1).unwrap();
-                    prop_assert!(narrow || sum(found) == sum(&wanted));
+                    prop_assert!(narrow || sum(&found) == sum(&wanted));
                 }
             }
         }

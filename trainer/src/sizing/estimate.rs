@@ -19,10 +19,10 @@ use serde::Serialize;
 
 use super::Curve;
 use super::cluster::{Cluster, NetworkLink};
-use super::products::{self, MicroBatchShape};
 pub use super::standing::PlannedRun;
 use super::standing::{self, RankArrangement};
 use super::{faults, traffic};
+use crate::costs::matmuls::{self, MicroBatchShape};
 use crate::mesh::GradReduce;
 use crate::model::{self, ActivationCheckpointing, ParamSpec};
 use crate::optim::OptimizerRule;
@@ -193,10 +193,10 @@ fn micro_batch(
     let all = (needs.micro_batch * u64::from(needs.seq_len)) as i64;
     let (tokens, chunks) = ((all / chunks as i64).max(1), (chunks / together).max(1));
     let all = all / together as i64;
-    let routed = products::even(tokens, config.num_experts);
+    let routed = matmuls::even(tokens, config.num_experts);
     let recompute = fleet.workers.keep() == ActivationCheckpointing::LayerInputs;
     let by = MicroBatchShape { tokens, chunks, routed: &routed, recompute };
-    for product in products::of_micro_batch(config, by) {
+    for product in matmuls::of_micro_batch(config, by) {
         let curve = if bf16 && !product.wide { &cluster.bf16 } else { &cluster.f32 };
         // Sharded operands are multiplied shard by shard.
         let shards = if product.wide { 1 } else { phase.cut.shards.max(1) };
@@ -205,7 +205,8 @@ fn micro_batch(
     }
     let pairs = needs.micro_batch * model::causal_pairs(&[0], needs.seq_len);
     let most = (1.0 + needs.uneven) / together as f64;
-    let operations = most * products::of_attention(config, pairs);
+    let operations =
+        most * matmuls::of_attention(config, needs.micro_batch * u64::from(needs.seq_len), pairs);
     // A call covers one sequence in one layer.
     let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
     let again = 1.0 + f64::from(u8::from(recompute));
@@ -327,7 +328,7 @@ fn orthogonalized(piece: &ParamShard) -> Option<impl Fn(&Cluster) -> f64> {
     }
     let matrices = piece.length() as f64 / (rows * columns) as f64;
     let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
-    let operations = products::of_newton_schulz(rows, columns);
+    let operations = matmuls::of_newton_schulz(rows, columns);
     let rate = move |cluster: &Cluster| match &cluster.newton_schulz {
         Some(curve) => curve.at(operations),
         None => cluster.f32.at(2.0 * short * short * long),

@@ -7,8 +7,8 @@
 use contract::Result;
 
 use super::estimate::{CheckpointCost, PlannedRun, StepTime};
-use super::products::{self, MatmulCount, MicroBatchShape};
 use super::shapes::ALIGNMENT;
+use crate::costs::matmuls::{self, MatmulCount, MicroBatchShape};
 use crate::model::ZayaConfig;
 use crate::plan::PhaseNeeds;
 
@@ -119,9 +119,9 @@ fn small_products(
     let phase = spec.model_at(first)?;
     let chunks = phase.cut.chunks.max(1);
     let tokens = ((needs.micro_batch * u64::from(needs.seq_len)) as i64 / chunks as i64).max(1);
-    let routed = products::even(tokens, phase.config.num_experts);
+    let routed = matmuls::even(tokens, phase.config.num_experts);
     let by = MicroBatchShape { tokens, chunks, routed: &routed, recompute: false };
-    let all = products::of_micro_batch(&phase.config, by);
+    let all = matmuls::of_micro_batch(&phase.config, by);
     let bf16 = spec.dtype_at(first) == curriculum::Dtype::Bf16;
     let curve = if bf16 { &cluster.bf16 } else { &cluster.f32 };
     let (peak, sum) = (curve.peak(), all.iter().map(MatmulCount::operations).sum::<f64>());

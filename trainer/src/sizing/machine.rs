@@ -12,8 +12,8 @@ use kernels::{checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::products;
 use super::shapes::MatmulShape;
+use crate::costs::matmuls;
 use crate::optim::muon::QUINTIC;
 use crate::refusal::refused;
 use crate::workers::Workers;
@@ -266,7 +266,7 @@ impl BenchOptions {
             || RotatingOperands::of(sets(bytes), || self.random(&[rows, columns], Kind::Float));
         let work =
             |all: &mut RotatingOperands<Tensor>| ops.newton_schulz(all.next(), QUINTIC).map(drop);
-        let operations = products::of_newton_schulz(rows, columns);
+        let operations = matmuls::of_newton_schulz(rows, columns);
         Ok([operations, operations / self.time(prepare, work)?])
     }
 

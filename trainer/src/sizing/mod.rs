@@ -4,7 +4,7 @@
 //! curve      a rate over a size                         cluster    the file: measured here, or published
 //! machine    measures matmuls and memory                shapes     which matmuls the bench measures
 //! operations  measures the other operations          attention  measures attention, with each implementation
-//! products   the matmuls of a micro-batch, by part      traffic    its bytes outside of matmuls
+//! traffic    bytes of a micro-batch outside of matmuls
 //! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
 //! repeat     whether each matmul is reproducible
 //! faults     failures, in closed form and simulated   degrees    ranks that share micro-batches
@@ -24,14 +24,10 @@ pub mod hints;
 pub mod machine;
 pub(crate) mod numbers;
 pub mod operations;
-pub mod products;
 pub mod repeat;
 pub mod shapes;
 mod standing;
 pub mod traffic;
-
-#[cfg(test)]
-mod counted;
 
 pub use cluster::{Cluster, ClusterDescription};
 pub use curve::Curve;

@@ -3,34 +3,15 @@
 //! The rules are those that the ZAYA1 paper (arXiv 2511.17127, section III) found on MI300X: dimensions that are
 //! multiples of 64, and enough operations in a matmul to reach the peak.
 
-use serde::Serialize;
-
+pub use crate::costs::matmuls::MatmulShape;
 use crate::model::ZayaConfig;
 
 /// Dimensions should be multiples of this.
 pub const ALIGNMENT: i64 = 64;
 
-/// A matmul of `[rows, inner]` and `[inner, columns]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub struct MatmulShape {
-    /// Rows of the left operand and of the result.
-    pub rows: i64,
-    /// Columns of the left operand, rows of the right one.
-    pub inner: i64,
-    /// Columns of the right operand and of the result.
-    pub columns: i64,
-}
-
-impl MatmulShape {
-    /// Multiplications and additions.
-    pub fn operations(self) -> f64 {
-        2.0 * self.rows as f64 * self.inner as f64 * self.columns as f64
-    }
-
-    /// Whether all dimensions are multiples of [`ALIGNMENT`].
-    pub fn is_aligned(self) -> bool {
-        [self.rows, self.inner, self.columns].iter().all(|size| size % ALIGNMENT == 0)
-    }
+/// Whether all dimensions are multiples of [`ALIGNMENT`].
+pub fn is_aligned(shape: MatmulShape) -> bool {
+    [shape.rows, shape.inner, shape.columns].iter().all(|size| size % ALIGNMENT == 0)
 }
 
 /// Rows times widths, as the paper sweeps them: a square weight of each width, and the same with unaligned dimensions.
@@ -109,7 +90,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::sizing::products::{MicroBatchShape, even, of_micro_batch};
+    use crate::costs::matmuls::{MicroBatchShape, even, of_micro_batch};
 
     /// The shapes that are measured and repeated are those of a step, forward and both backward.
     #[test]

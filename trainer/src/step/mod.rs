@@ -32,6 +32,7 @@ use kernels::record::Record;
 use loader::Batch;
 use tch::Tensor;
 
+use crate::costs;
 use crate::ledger::{self, StepRecord};
 use crate::mesh::axes::Axis;
 use crate::mesh::context::{SharedMicroBatch, SharingExchange as Shares, SharingGroup};
@@ -312,7 +313,7 @@ pub(crate) fn complete(
     let step = cx.spec.plan.step(gradient.step)?;
     let tokens = step.batch * u64::from(step.seq_len);
     let config = &cx.spec.model_at(gradient.step)?.config;
-    let model_flops = model::step_flops(config, tokens, &gradient.router, gradient.pairs);
+    let model_flops = costs::step_flops(config, tokens, &gradient.router, gradient.pairs);
     Ok(StepResult { record, ranks, model_flops, asked, sent, shared, folded, waited })
 }
 

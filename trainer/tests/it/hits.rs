@@ -63,6 +63,10 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
         let owners = Ownership::new(&spec, rank, ranks);
         let reader = checkpoints.open(STEP - 1).unwrap();
         let mut state = reader.part(&layout, &owners, workers).unwrap();
+        // As if the other ranks had sent their weights.
+        let all = reader.whole(&layout, workers).unwrap().weights;
+        let copy = |(mut own, whole): (Tensor, &Tensor)| tch::no_grad(|| own.copy_(whole));
+        state.weights.iter().map(Tensor::shallow_clone).zip(&all).for_each(copy);
         (harm.state)(rank, &mut state);
         let team = ProcessMesh::new(&world.comm, Degrees::ALONE, GradReduce::Whole, false).unwrap();
         let (cx, slice) = (

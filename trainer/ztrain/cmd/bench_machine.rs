@@ -336,7 +336,7 @@ fn products(
             ours: bench.product(*shape, format.kind(), Implementation::Ours)?,
             libtorch: bench.product(*shape, format.kind(), Implementation::Libtorch)?,
             of_peak: 0.0,
-            aligned: shape.is_aligned(),
+            aligned: shapes::is_aligned(*shape),
         });
     }
     let peak = found.iter().map(|row| row.ours).fold(0.0, f64::max);

@@ -48,7 +48,8 @@ pub(crate) struct Args {
 }
 
 /// Measures.
-pub(crate) fn exec(args: Args) -> Result<u8> {
+pub(crate) fn exec(mut args: Args) -> Result<u8> {
+    args.speed.choose_device(None);
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         return ranks::start_all(count);
     }

@@ -47,8 +47,9 @@ pub(crate) struct Args {
 
 /// Explains a step.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let Args { run, store, step, window, top, tokens, json, timing, keeping, speed } = args;
+    let Args { run, store, step, window, top, tokens, json, timing, keeping, mut speed } = args;
     ranks::refuse_launcher("ztrain explain")?;
+    speed.choose_device(Some(run.path()));
     let (device, table) = speed.start(None)?;
     let workers = speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));

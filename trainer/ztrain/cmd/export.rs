@@ -48,8 +48,9 @@ enum Format {
 }
 
 /// Exports.
-pub(crate) fn exec(args: Args) -> Result<u8> {
+pub(crate) fn exec(mut args: Args) -> Result<u8> {
     let Format::Hf = args.format;
+    args.speed.choose_device(Some(args.run.path()));
     let (device, table) = args.speed.start(None)?;
     let workers = args.speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));

@@ -51,7 +51,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::{flag, low_level};
 use store::Location;
 use tch::Device;
-use trainer::launch::LaunchedRank;
+use trainer::launch::{LaunchedRank, spawned_us};
+use trainer::ledger::Follower;
 use trainer::model;
 use trainer::replay::SavedStateLimits;
 use trainer::workers::Workers;
@@ -138,12 +139,16 @@ pub(crate) fn advised(mut refusal: clap::Error) -> clap::Error {
     refusal
 }
 
+/// The device that follows from the run and the machine.
+const AUTO: &str = "auto";
+
 /// Flags that only decide speed and place; no value of them can change a bit.
 #[derive(clap::Args)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct Speed {
-    /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
-    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device_name)]
+    /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name). auto is the kind of device on which
+    /// the run began; of a new run, a GPU if a driver shows one, else the CPU.
+    #[arg(long, value_name = "DEVICE", default_value = AUTO, value_parser = device_name)]
     pub(crate) device: String,
     /// Micro-batches computed at once, one math thread each [default: the cores, shared among the ranks here; on a GPU
     /// 1].
@@ -188,6 +193,28 @@ impl SavedStateFlags {
 }
 
 impl Speed {
+    /// Replaces `auto` by the device on which the run in this folder began; without one, by a GPU if a driver shows
+    /// one, which is said.
+    pub(crate) fn choose_device(&mut self, run: Option<&Path>) {
+        if self.device != AUTO {
+            return;
+        }
+        let recorded = run.and_then(|run| Follower::open(&run.join("ledger.jsonl")).ok());
+        let recorded =
+            recorded.and_then(|(head, _)| Some(head.kernel_table["device"].as_str()?.to_owned()));
+        self.device = recorded.unwrap_or_else(|| match device::visible() {
+            None => "cpu".to_owned(),
+            Some(name) => {
+                if !spawned_us() {
+                    contract::note!(
+                        "note: computing on a GPU ({name}); --device cpu computes on the CPU"
+                    );
+                }
+                "cuda".to_owned()
+            }
+        });
+    }
+
     /// Everything by default, on a device.
     pub(crate) fn on(device: &str) -> Self {
         Speed {
@@ -452,8 +479,9 @@ pub(crate) fn step_range(text: &str) -> std::result::Result<Range<u64>, &'static
 /// The name of a device that might be.
 fn device_name(text: &str) -> std::result::Result<String, &'static str> {
     let number = text.strip_prefix("cuda:");
-    let known = ["cpu", "cuda"].contains(&text) || number.is_some_and(|n| n.parse::<u16>().is_ok());
-    if known { Ok(text.to_owned()) } else { Err("known devices are cpu, cuda and cuda:N") }
+    let known =
+        [AUTO, "cpu", "cuda"].contains(&text) || number.is_some_and(|n| n.parse::<u16>().is_ok());
+    if known { Ok(text.to_owned()) } else { Err("known devices are auto, cpu, cuda and cuda:N") }
 }
 
 fn machine(device: &str, error: &kernels::Error) -> Fault {

@@ -103,8 +103,9 @@ pub(crate) struct Args {
 }
 
 /// Replays; the worst verdict decides the exit code.
-pub(crate) fn exec(args: Args) -> Result<u8> {
+pub(crate) fn exec(mut args: Args) -> Result<u8> {
     check_what_if(&args, args.changes.change().is_some())?;
+    args.speed.choose_device(Some(args.run.path()));
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         return ranks::start_all(count);
     }

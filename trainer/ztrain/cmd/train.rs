@@ -155,13 +155,15 @@ impl MetricFlags {
 }
 
 /// Trains until the last step, a signal or a fault.
-pub(crate) fn exec(args: Args) -> Result<u8> {
+pub(crate) fn exec(mut args: Args) -> Result<u8> {
     let requests = SignalRequests::default();
     let stop = &requests.stop;
     requests.listen()?;
     let curriculum =
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
-    let supervised = SupervisorLink::of_environment(&args.folder()?)?;
+    let folder = args.folder()?;
+    let supervised = SupervisorLink::of_environment(&folder)?;
+    args.speed.choose_device(Some(&folder));
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         enough(args.faults.min_ranks, count)?;
         // What a supervisor is to do takes ranks that go on without each other; half of them stay unless another number

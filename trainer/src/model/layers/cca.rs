@@ -8,6 +8,8 @@
 //! values are sent first and travel while queries and keys are computed. Attention itself is in `softmax`, the backward
 //! pass in `cca_back`.
 
+use std::any::Any;
+
 use kernels::Result;
 use kernels::ops::{ConvShift, QueryKey};
 use tch::Tensor;
@@ -15,10 +17,9 @@ use tch::Tensor;
 use super::heads::{CcaGrads, Heads, HeadsGrads, below, columns, rows, shards};
 use super::softmax::{SavedSoftmax, ShardedAttention, back_over_shards, largest_of, over_shards};
 use crate::model::ZayaConfig;
-use crate::model::cut::{Chunk, Cut, joined};
+use crate::model::cut::{Chunk, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
-use crate::model::line::SharedRows;
+use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, seen, taken};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::refusal::refused;
@@ -60,7 +61,7 @@ pub(in crate::model) struct SavedChunk {
     pub(super) factor: Tensor,
 }
 
-impl LayerKind for Cca {
+impl Layer for Cca {
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, dim) = (config.hidden_size, config.head_dim);
         let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
@@ -102,73 +103,27 @@ impl LayerKind for Cca {
         }
     }
 
-    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
-        let f = |size: i64| size as f64;
-        let (width, query, key) =
-            (f(config.hidden_size), f(config.query_size()), f(config.key_size()));
-        // Queries, keys, both halves of the values, and the output projection.
-        let projections = width * (query + key + key + query);
-        let convolution = f(config.conv_size()) * f(config.head_dim) * 2.0;
-        // Scores and values.
-        work.tokens * (projections + convolution) + 2.0 * query * work.pairs
-    }
-
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-        let size = |size: i64| size as u64;
-        let (query, key, conv) =
-            (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
-        let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
-        // Input and output; projected, depthwise convolution, normed; values before and after their shift; the heads.
-        let products = 2 * size(config.hidden_size) + 4 * conv + 2 * key + query;
-        // The keys of all chunks in one tensor, which later chunks read.
-        let products = products + if cut.chunks > 1 { key } else { 0 };
-        // Before the norm, its factors, and two numbers of each query's softmax.
-        narrow * products + 4 * (conv + heads + keys + 2 * heads)
-    }
-
-    /// All of them: shards are saved for the backward pass.
-    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
-        let size = |size: i64| size as u64;
-        let (width, conv) = (size(config.hidden_size), size(config.conv_size()));
-        let others = width * size(config.key_size() + config.query_size());
-        narrow * (conv * width + 2 * conv * size(config.head_dim) + others)
-    }
-
-    fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
-        let SharedRows { beside, earlier, sums, .. } = rows;
-        let (key, conv) = (config.key_size() as u64, config.conv_size() as u64);
-        // Forward: projected queries and keys and both halves of values; keys and values.
-        let forward = narrow * (beside * (conv + key) + earlier * 2 * key);
-        // Backward: gradients at both taps and of values; keys and values again; their gradients, f32.
-        let back = narrow * (beside * (2 * conv + key) + earlier * 2 * key) + 4 * sums * 2 * key;
-        [forward, back]
-    }
-}
-
-impl Layer for Cca {
-    /// By shard.
-    type Saved = Vec<Saved>;
-
     fn forward(
         &self,
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> contract::Result<Forward<Vec<Saved>>> {
+    ) -> contract::Result<Forward> {
         let _watch = part(StepPart::Attention);
         let (out, saved) = over_shards(self, pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: None, saved })
+        Ok(Forward { out, state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
-        saved: Vec<Saved>,
+        saved: layer::Saved,
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
         let _watch = part(StepPart::AttentionBack);
+        let saved: Vec<Saved> = taken(saved)?;
         let (x, gradients) = back_over_shards(self, pass, saved, grad).map_err(refused)?;
         for (chunk, shards) in gradients.into_iter().enumerate() {
             let joined = HeadsGrads::joined(pass.config, pass.ops, shards).map_err(refused)?;
@@ -177,8 +132,8 @@ impl Layer for Cca {
         Ok(Backward { x, state })
     }
 
-    fn largest_logit(&self, pass: &Pass<'_>, saved: &Vec<Saved>) -> contract::Result<Option<f64>> {
-        largest_of(pass, saved.iter().map(|shard| &shard.softmax))
+    fn largest_logit(&self, pass: &Pass<'_>, saved: &dyn Any) -> contract::Result<Option<f64>> {
+        largest_of(pass, seen::<Vec<Saved>>(saved)?.iter().map(|shard| &shard.softmax))
     }
 }
 

@@ -3,6 +3,8 @@
 //! Names are those of `llama` and `qwen3` in transformers. A shard is a group of key heads with their query heads, as
 //! in `cca`; the norms have one weight for all heads, so their gradients are summed over shards.
 
+use std::any::Any;
+
 use kernels::Result;
 use kernels::ops::rotary::{rotated, rotated_back};
 use kernels::ops::{OpsTable, ParamGradient};
@@ -14,10 +16,9 @@ use super::softmax::{
     SavedSoftmax, ShardedAttention, SoftmaxGrads, back_over_shards, largest_of, over_shards,
 };
 use crate::model::ZayaConfig;
-use crate::model::cut::{Chunk, Cut, joined};
+use crate::model::cut::{Chunk, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
-use crate::model::line::SharedRows;
+use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, seen, taken};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::refusal::refused;
@@ -73,7 +74,7 @@ pub(in crate::model) struct ShardGrads {
     shape: [i64; 3],
 }
 
-impl LayerKind for Gqa {
+impl Layer for Gqa {
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, query, key) = (config.hidden_size, config.query_size(), config.key_size());
         let heads = config.num_key_value_heads;
@@ -92,67 +93,27 @@ impl LayerKind for Gqa {
         Gqa { q_proj, k_proj, v_proj, o_proj, norms }
     }
 
-    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
-        let f = |size: i64| size as f64;
-        let (query, key) = (f(config.query_size()), f(config.key_size()));
-        let projections = f(config.hidden_size) * 2.0 * (query + key);
-        // Scores and values.
-        work.tokens * projections + 2.0 * query * work.pairs
-    }
-
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-        let size = |size: i64| size as u64;
-        let (query, key) = (size(config.query_size()), size(config.key_size()));
-        let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
-        // Input and output; queries and keys, values, the heads; the keys of all chunks in one tensor.
-        let products = 2 * size(config.hidden_size) + (query + key) + key + query;
-        let products = products + if cut.chunks > 1 { key } else { 0 };
-        // Projections before the norms, whose tensor also has the values, and the norms' factors.
-        let (before, factors) = match self.norms {
-            None => (0, 0),
-            Some(_) => (query + 2 * key, heads + keys),
-        };
-        // Two numbers of each query's softmax.
-        narrow * (products + before) + 4 * (factors + 2 * heads)
-    }
-
-    /// All of them: shards are saved for the backward pass.
-    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
-        narrow * (config.hidden_size * 2 * (config.query_size() + config.key_size())) as u64
-    }
-
-    fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
-        let SharedRows { earlier, sums, .. } = rows;
-        let both = 2 * config.key_size() as u64;
-        // Keys and values; both again, and their gradients, f32.
-        [narrow * earlier * both, narrow * earlier * both + 4 * sums * both]
-    }
-}
-
-impl Layer for Gqa {
-    /// By shard.
-    type Saved = Vec<Saved>;
-
     fn forward(
         &self,
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> contract::Result<Forward<Vec<Saved>>> {
+    ) -> contract::Result<Forward> {
         let _watch = part(StepPart::Attention);
         let (out, saved) = over_shards(self, pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: None, saved })
+        Ok(Forward { out, state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
-        saved: Vec<Saved>,
+        saved: layer::Saved,
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
         let _watch = part(StepPart::AttentionBack);
+        let saved: Vec<Saved> = taken(saved)?;
         let (x, gradients) = back_over_shards(self, pass, saved, grad).map_err(refused)?;
         for (chunk, gradients) in gradients.into_iter().enumerate() {
             self.emit(pass.ops, gradients, &mut sink.of(chunk))?;
@@ -160,8 +121,8 @@ impl Layer for Gqa {
         Ok(Backward { x, state })
     }
 
-    fn largest_logit(&self, pass: &Pass<'_>, saved: &Vec<Saved>) -> contract::Result<Option<f64>> {
-        largest_of(pass, saved.iter().map(|shard| &shard.softmax))
+    fn largest_logit(&self, pass: &Pass<'_>, saved: &dyn Any) -> contract::Result<Option<f64>> {
+        largest_of(pass, seen::<Vec<Saved>>(saved)?.iter().map(|shard| &shard.softmax))
     }
 }
 

@@ -24,10 +24,8 @@ use kernels::{Error, Result};
 use tch::{Kind, Tensor};
 
 use crate::model::ZayaConfig;
-use crate::model::cut::Cut;
 use crate::model::gradients::{Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
-use crate::model::line::SharedRows;
+use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, taken};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::refusal::refused;
 use crate::timing::{StepPart, part};
@@ -62,7 +60,7 @@ struct Projections {
     gate: Tensor,
 }
 
-impl LayerKind for Linear {
+impl Layer for Linear {
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, query, key) = (config.hidden_size, config.query_size(), config.key_size());
         let mut scope = params.inside("self_attn", "self_attn");
@@ -76,55 +74,27 @@ impl LayerKind for Linear {
         }
     }
 
-    /// Those of the recurrence, however it is computed.
-    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
-        let f = |size: i64| size as f64;
-        let (width, query, key) =
-            (f(config.hidden_size), f(config.query_size()), f(config.key_size()));
-        let projections = width * (3.0 * query + 2.0 * key);
-        work.tokens * (projections + (query + key) * f(config.head_dim + 1))
-    }
-
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
-        let size = |size: i64| size as u64;
-        let (query, key) = (size(config.query_size()), size(config.key_size()));
-        // Input and output, the projections; the heads' output, and its denominators.
-        narrow * (2 * size(config.hidden_size) + 2 * query + 2 * key)
-            + 4 * (query + size(config.num_attention_heads))
-    }
-
-    /// A state for each chunk and sequence, whatever their length.
-    fn shared_bytes(&self, config: &ZayaConfig, _: u64, rows: SharedRows) -> [u64; 2] {
-        let state = (config.key_size() * (config.head_dim + 1)) as u64;
-        [4 * rows.states * state; 2]
-    }
-}
-
-impl Layer for Linear {
-    /// By chunk.
-    type Saved = Vec<Saved>;
-
     fn forward(
         &self,
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> contract::Result<Forward<Vec<Saved>>> {
+    ) -> contract::Result<Forward> {
         let _watch = part(StepPart::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: None, saved })
+        Ok(Forward { out, state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
-        saved: Vec<Saved>,
+        saved: layer::Saved,
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
         let _watch = part(StepPart::AttentionBack);
-        let back = self.compute_back(pass, saved, grad).map_err(refused)?;
+        let back = self.compute_back(pass, taken(saved)?, grad).map_err(refused)?;
         let mut inputs = Vec::new();
         for (chunk, (input, gradients)) in back.into_iter().enumerate() {
             let mut sink = sink.of(chunk);

@@ -7,9 +7,8 @@ use tch::{Kind, Tensor};
 
 use super::heads::{columns, rows, together};
 use crate::model::ZayaConfig;
-use crate::model::cut::Cut;
 use crate::model::gradients::{Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
+use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, taken};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::model::shards::Shards;
@@ -42,36 +41,17 @@ struct BackwardChunk<'a> {
     sum: Counter<Tensor>,
 }
 
-impl LayerKind for Mlp {
+impl Layer for Mlp {
     fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         Mlp::inside(params, config, "mlp", config.moe_intermediate_size)
     }
-
-    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
-        work.tokens * 3.0 * (config.hidden_size * self.inner) as f64
-    }
-
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
-        // Input and output; gate, up, and their product.
-        narrow * (2 * config.hidden_size + 3 * self.inner) as u64
-    }
-
-    /// A shard at a time.
-    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-        narrow * 3 * (config.hidden_size * self.inner) as u64 / cut.shards
-    }
-}
-
-impl Layer for Mlp {
-    /// By chunk.
-    type Saved = Vec<Option<Saved>>;
 
     fn forward(
         &self,
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Self::Saved>> {
+    ) -> Result<Forward> {
         let _watch = part(StepPart::Experts);
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
         for group in x.chunks(pass.together(x.len())) {
@@ -80,18 +60,19 @@ impl Layer for Mlp {
                 saved.push(Some(saved_chunk));
             }
         }
-        Ok(Forward { out: outs, state, counts: None, saved })
+        Ok(Forward { out: outs, state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
-        mut saved: Self::Saved,
+        saved: layer::Saved,
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> Result<Backward> {
         let _watch = part(StepPart::ExpertsBack);
+        let mut saved: Vec<Option<Saved>> = taken(saved)?;
         let mut found: Vec<_> = grad.iter().map(|_| None).collect();
         let order: Vec<usize> = pass.chunks.by_leaf().collect();
         for group in order.chunks(pass.together(grad.len())) {

@@ -23,22 +23,34 @@ pub(super) mod norm;
 mod router;
 mod softmax;
 
+use super::ZayaConfig;
 use super::kinds::{Attention, FeedForward};
-use super::layer::{LayerConstructor, make};
+use super::layer::{Layer, LayerPlace};
+use super::param::ParamDeclarations;
 
-/// The constructor of a kind of attention.
-pub(super) fn make_attention(kind: Attention) -> LayerConstructor {
+/// An attention of this kind.
+pub(super) fn attention(
+    kind: Attention,
+    params: &mut ParamDeclarations<'_>,
+    config: &ZayaConfig,
+    place: LayerPlace,
+) -> Box<dyn Layer> {
     match kind {
-        Attention::Cca => make::<cca::Cca>,
-        Attention::Linear => make::<linear::Linear>,
-        Attention::Gqa => make::<gqa::Gqa>,
+        Attention::Cca => Box::new(cca::Cca::declare(params, config, place)),
+        Attention::Linear => Box::new(linear::Linear::declare(params, config, place)),
+        Attention::Gqa => Box::new(gqa::Gqa::declare(params, config, place)),
     }
 }
 
-/// The constructor of a kind of feed-forward.
-pub(super) fn make_feed_forward(kind: FeedForward) -> LayerConstructor {
+/// A feed-forward of this kind.
+pub(super) fn feed_forward(
+    kind: FeedForward,
+    params: &mut ParamDeclarations<'_>,
+    config: &ZayaConfig,
+    place: LayerPlace,
+) -> Box<dyn Layer> {
     match kind {
-        FeedForward::Moe => make::<moe::Moe>,
-        FeedForward::Mlp => make::<mlp::Mlp>,
+        FeedForward::Moe => Box::new(moe::Moe::declare(params, config, place)),
+        FeedForward::Mlp => Box::new(mlp::Mlp::declare(params, config, place)),
     }
 }

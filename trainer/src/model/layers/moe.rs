@@ -14,13 +14,12 @@ use kernels::ops::linear_router::summed;
 use tch::{Kind, Tensor};
 
 use super::experts::{self, Experts};
-use super::mlp::{self, Mlp};
+use super::mlp::Mlp;
 use super::router::{Router, SavedRouter};
 use crate::model::ZayaConfig;
-use crate::model::cut::Cut;
 use crate::model::gradients::{ChunkGradients, Gradients};
 use crate::model::layer::{
-    Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass, by_chunk, counted,
+    self, Backward, Forward, Layer, LayerPlace, Pass, by_chunk, counted, taken,
 };
 use crate::model::param::ParamDeclarations;
 use crate::refusal::refused;
@@ -43,53 +42,9 @@ struct SavedChunk {
 }
 
 /// What the backward pass reads, by chunk.
-pub(in crate::model) struct Saved {
+struct Saved {
     chunks: Vec<Option<SavedChunk>>,
-    shared: Option<Vec<Option<mlp::Saved>>>,
-}
-
-impl LayerKind for Moe {
-    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, place: LayerPlace) -> Self {
-        let router = Router::declare(params, config, place.state);
-        let experts = Experts::declare(params, config);
-        let width = config.num_shared_experts * config.moe_intermediate_size;
-        let shared = (width > 0).then(|| Mlp::inside(params, config, "mlp.shared_experts", width));
-        Moe { router, experts, shared, layer: place.layer }
-    }
-
-    /// Its experts, and last the tokens without one, even where no router skips.
-    fn classes(&self, config: &ZayaConfig) -> usize {
-        config.num_experts as usize + 1
-    }
-
-    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
-        let expert = 3.0 * (config.hidden_size * config.moe_intermediate_size) as f64;
-        let shared = self.shared.as_ref().map_or(0.0, |shared| shared.products(config, work));
-        work.tokens * Router::products(config) + work.routed * expert + shared
-    }
-
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-        let (width, inner) = (config.hidden_size as u64, config.moe_intermediate_size as u64);
-        // For each of a token's experts: its input and output in the order of experts; gate, up, and their product; the
-        // class and its weight, and the permutation of tokens and its inverse.
-        let routed = narrow * (2 * width + 3 * inner) + 8 + 4 + 2 * 8;
-        let shared = self.shared.as_ref();
-        let shared = shared.map_or(0, |shared| shared.activation_bytes(config, narrow, cut));
-        let classes = config.num_experts_per_tok as u64;
-        // The backward pass holds the gradients of the experts' inputs and outputs together; of one expert for each
-        // token they are within the part of all saved tensors that the model counts for gradients.
-        let repeated = (classes - 1) * 2 * narrow * width;
-        // Input and output, and what the router saves.
-        narrow * 2 * width + 4 * Router::saved(config) + classes * routed + repeated + shared
-    }
-
-    /// A shard of the experts at a time.
-    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-        let inner = (config.moe_intermediate_size * config.num_experts) as u64;
-        let shared = self.shared.as_ref();
-        let shared = shared.map_or(0, |shared| shared.weight_copies(config, narrow, cut));
-        narrow * 3 * config.hidden_size as u64 * inner / cut.shards + shared
-    }
+    shared: Option<layer::Saved>,
 }
 
 impl Moe {
@@ -140,58 +95,22 @@ impl Moe {
 }
 
 impl Layer for Moe {
-    type Saved = Saved;
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, place: LayerPlace) -> Self {
+        let router = Router::declare(params, config, place.state);
+        let experts = Experts::declare(params, config);
+        let width = config.num_shared_experts * config.moe_intermediate_size;
+        let shared = (width > 0).then(|| Mlp::inside(params, config, "mlp.shared_experts", width));
+        Moe { router, experts, shared, layer: place.layer }
+    }
 
     fn forward(
         &self,
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Saved>> {
-        let mut routed = self.forward_routed(pass, x, state)?;
-        if let Some(shared) = &self.shared {
-            let made = shared.forward(pass, x, None)?;
-            routed.out = sums(routed.out, &made.out)?;
-            routed.saved.shared = Some(made.saved);
-        }
-        Ok(routed)
-    }
-
-    fn backward(
-        &self,
-        pass: &Pass<'_>,
-        saved: Saved,
-        grad: &[Tensor],
-        state: Option<Vec<Tensor>>,
-        sink: &mut Gradients<'_>,
-    ) -> Result<Backward> {
-        let Saved { chunks, shared } = saved;
-        let shared = match (&self.shared, shared) {
-            (Some(layer), Some(saved)) => Some(layer.backward(pass, saved, grad, None, sink)?.x),
-            _ => None,
-        };
-        let Backward { x, state } = self.backward_routed(pass, chunks, grad, state, sink)?;
-        let x = if let Some(shared) = shared { sums(x, &shared)? } else { x };
-        Ok(Backward { x, state })
-    }
-}
-
-/// Sums by chunk.
-fn sums(left: Vec<Tensor>, right: &[Tensor]) -> Result<Vec<Tensor>> {
-    let sum = |(left, right): (Tensor, &Tensor)| left.f_add(right).map_err(refused);
-    left.into_iter().zip(right).map(sum).collect()
-}
-
-impl Moe {
-    /// Without the shared experts.
-    fn forward_routed(
-        &self,
-        pass: &Pass<'_>,
-        x: &[Tensor],
-        state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Saved>> {
+    ) -> Result<Forward> {
         let mut before = by_chunk(state, x.len()).into_iter();
-        let (mut outs, mut states, mut saved, mut counts) = (vec![], vec![], vec![], None);
+        let (mut out, mut states, mut chunks, mut counts) = (vec![], vec![], vec![], None);
         for group in x.chunks(pass.together(x.len())) {
             let (mut routes, mut routers) = (Vec::new(), Vec::new());
             for (x, before) in group.iter().zip(before.by_ref()) {
@@ -200,29 +119,39 @@ impl Moe {
                 routers.push(router);
             }
             let _watch = part(StepPart::Experts);
-            let chunks: Vec<&Tensor> = group.iter().collect();
-            let made = self.experts.forward(pass, &chunks, &routes).map_err(refused)?;
+            let inputs: Vec<&Tensor> = group.iter().collect();
+            let made = self.experts.forward(pass, &inputs, &routes).map_err(refused)?;
             let all = made.into_iter().zip(group.iter().zip(routes.into_iter().zip(routers)));
-            for ((out, experts), (x, (routes, router))) in all {
+            for ((of_chunk, experts), (x, (routes, router))) in all {
                 counts = counted(counts, Some(experts.counts()))?;
-                outs.push(out);
+                out.push(of_chunk);
                 states.extend(routes.state);
-                saved.push(Some(SavedChunk { x: x.shallow_clone(), router, experts }));
+                chunks.push(Some(SavedChunk { x: x.shallow_clone(), router, experts }));
             }
         }
+        let mut shared = None;
+        if let Some(layer) = &self.shared {
+            let made = layer.forward(pass, x, None)?;
+            out = sums(out, &made.out)?;
+            shared = Some(made.saved);
+        }
         let state = (!states.is_empty()).then_some(states);
-        Ok(Forward { out: outs, state, counts, saved: Saved { chunks: saved, shared: None } })
+        Ok(Forward { out, state, counts, saved: Box::new(Saved { chunks, shared }) })
     }
 
-    /// The same in the backward pass.
-    fn backward_routed(
+    fn backward(
         &self,
         pass: &Pass<'_>,
-        mut saved: Vec<Option<SavedChunk>>,
+        saved: layer::Saved,
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> Result<Backward> {
+        let Saved { mut chunks, shared } = taken(saved)?;
+        let shared = match (&self.shared, shared) {
+            (Some(layer), Some(saved)) => Some(layer.backward(pass, saved, grad, None, sink)?.x),
+            _ => None,
+        };
         let states = by_chunk(state, grad.len());
         let mut found: Vec<_> = grad.iter().map(|_| None).collect();
         let order: Vec<usize> = pass.chunks.by_leaf().collect();
@@ -230,7 +159,7 @@ impl Moe {
             let (mut own, mut experts, mut grads) = (Vec::new(), Vec::new(), Vec::new());
             for chunk in group {
                 let twice = || Fault::bug("a chunk comes back twice");
-                let kept = saved[*chunk].take().ok_or_else(twice)?;
+                let kept = chunks[*chunk].take().ok_or_else(twice)?;
                 own.push((kept.x, kept.router));
                 experts.push(kept.experts);
                 grads.push(&grad[*chunk]);
@@ -245,6 +174,13 @@ impl Moe {
             }
         }
         let (x, states): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
+        let x = if let Some(shared) = shared { sums(x, &shared)? } else { x };
         Ok(Backward { x, state: states.into_iter().collect() })
     }
+}
+
+/// Sums by chunk.
+fn sums(left: Vec<Tensor>, right: &[Tensor]) -> Result<Vec<Tensor>> {
+    let sum = |(left, right): (Tensor, &Tensor)| left.f_add(right).map_err(refused);
+    left.into_iter().zip(right).map(sum).collect()
 }

@@ -67,27 +67,6 @@ impl Router {
         }
     }
 
-    /// Multiply-adds for a token.
-    pub(super) fn products(config: &ZayaConfig) -> f64 {
-        let f = |size: i64| size as f64;
-        let (width, state) = (f(config.hidden_size), f(config.router_hidden_size));
-        let classes = f(config.router_classes());
-        match config.router {
-            RouterKind::Mlp => width * state + 2.0 * state * state + state * classes,
-            RouterKind::Linear => width * classes,
-        }
-    }
-
-    /// Numbers that it saves for a token, f32.
-    pub(super) fn saved(config: &ZayaConfig) -> u64 {
-        let classes = config.router_classes() as u64;
-        match config.router {
-            // State, its norm with a factor, both hidden layers before and after their activation, all probabilities.
-            RouterKind::Mlp => 6 * config.router_hidden_size as u64 + 1 + classes,
-            RouterKind::Linear => classes,
-        }
-    }
-
     /// The routes of a chunk, and what the backward pass reads of them.
     pub(super) fn forward(
         &self,

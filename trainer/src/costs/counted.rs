@@ -14,11 +14,10 @@ use kernels::ops::{
 };
 use tch::{Device, Kind, Tensor};
 
-use super::products::{self, MicroBatchShape};
-use super::shapes::MatmulShape;
+use super::matmuls::{self, MatmulShape, MicroBatchShape};
 use crate::model::{
-    self, ActivationCheckpointing, CollectedGradients, MicroBatchInput, MicroBatchOptions,
-    ZayaConfig,
+    self, ActivationCheckpointing, Attention as AttentionKind, CollectedGradients, FeedForward,
+    MicroBatchInput, MicroBatchOptions, RouterKind, SkipOutput, ZayaConfig,
 };
 use crate::timing::StepPart;
 
@@ -203,34 +202,44 @@ impl Ops for CountingOps {
     }
 }
 
-/// The expected shapes of all recorded matmuls: the router's are computed inside one operation, and left out.
+/// The expected shapes of all recorded matmuls: a router network's are computed inside one operation, and left out.
 fn planned(config: &ZayaConfig, tokens: i64, counts: &[Vec<u64>]) -> BTreeMap<MatmulShape, u64> {
-    let mut all = BTreeMap::new();
-    let layers = counts.len() as u64;
-    for (layer, counts) in counts.iter().enumerate() {
+    let by = MicroBatchShape { tokens, chunks: 1, routed: &[], recompute: false };
+    let mut found = matmuls::of_micro_batch(config, by);
+    for counts in counts.iter().filter(|counts| !counts.is_empty()) {
         // The CPU table pads the rows of an expert to a multiple of eight: a little more than was routed.
         let filled = |count: &u64| count.next_multiple_of(8) as i64;
-        let routed: Vec<i64> = counts[..counts.len() - 1].iter().map(filled).collect();
-        let by = MicroBatchShape { tokens, chunks: 1, routed: &routed, recompute: false };
-        for product in products::of_micro_batch(config, by) {
-            let count = match product.part {
-                StepPart::Router | StepPart::RouterBack => continue,
-                // The list covers all layers; here each layer has different routes.
-                StepPart::Head if layer > 0 => continue,
-                StepPart::Head => product.count,
-                _ => product.count / layers,
-            };
-            *all.entry(product.shape).or_default() += count;
-        }
+        let routed = counts[..counts.len() - 1].iter().map(filled);
+        found.extend(routed.flat_map(|rows| matmuls::of_expert(config, rows)));
+    }
+    let inside = |part| matches!(part, StepPart::Router | StepPart::RouterBack);
+    let mut all = BTreeMap::new();
+    for matmul in found.iter().filter(|it| !inside(it.part) || config.router != RouterKind::Mlp) {
+        *all.entry(matmul.shape).or_default() += matmul.count;
     }
     all
 }
 
+/// ZAYA1, and models of every kind of layer.
+fn models() -> Vec<ZayaConfig> {
+    let nano = ZayaConfig::preset("zaya1-nano").unwrap();
+    let gqa = vec![AttentionKind::Gqa];
+    let moe = ZayaConfig { num_experts_per_tok: 2, num_shared_experts: 1, ..nano.clone() };
+    vec![
+        ZayaConfig { layers: gqa.clone(), feed_forward: vec![FeedForward::Mlp], ..nano.clone() },
+        ZayaConfig { layers: vec![AttentionKind::Linear, AttentionKind::Cca], ..nano.clone() },
+        ZayaConfig { layers: gqa, router: RouterKind::Linear, skip: SkipOutput::None, ..moe },
+        nano,
+    ]
+}
+
 #[test]
 fn a_micro_batch_multiplies_what_is_planned() {
-    for (rows, seq_len, loss_chunk) in [(2usize, 48usize, 40), (1, 96, 200)] {
-        let preset = ZayaConfig::preset("zaya1-nano").unwrap();
-        let config = ZayaConfig { vocab_size: 97, loss_chunk, ..preset };
+    let sizes = [(2usize, 48usize, 40), (1, 96, 200)];
+    for (model, (rows, seq_len, loss_chunk)) in
+        models().into_iter().flat_map(|model| sizes.map(|size| (model.clone(), size)))
+    {
+        let config = ZayaConfig { vocab_size: 97, loss_chunk, ..model };
         let count = (rows * seq_len) as i64;
         let tokens: Vec<i32> = (0..count as i32).map(|i| i * 37 % 97).collect();
         let positions: Vec<i32> = (0..count as i32).map(|i| i % seq_len as i32).collect();
@@ -265,9 +274,15 @@ fn a_micro_batch_multiplies_what_is_planned() {
         );
         let counts = found.unwrap().read_counts().unwrap();
         let seen = SEEN.lock().unwrap().take().unwrap();
-        assert_eq!(seen.products, planned(&config, count, &counts), "{rows} x {seq_len}");
+        let planned = planned(&config, count, &counts);
+        let mut found = seen.products;
+        if config.layers.contains(&AttentionKind::Linear) {
+            // Its recurrence multiplies matrices of its own.
+            found.retain(|shape, _| planned.contains_key(shape));
+        }
+        assert_eq!(found, planned, "{:?}: {rows} x {seq_len}", config.layers);
         let starts: &[u32] = if config.document_mask { &[0, 20] } else { &[0] };
         let pairs = rows as u64 * model::causal_pairs(starts, seq_len as u32);
-        assert_eq!(seen.attention, products::of_attention(&config, pairs));
+        assert_eq!(seen.attention, matmuls::of_attention(&config, 0, pairs));
     }
 }
