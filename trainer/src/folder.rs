@@ -586,7 +586,7 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
 }
 
 /// The first entry in which two kernel tables differ, with both values.
-pub(crate) fn table_difference(before: &Value, after: &Value) -> Option<(String, String, String)> {
+pub fn table_difference(before: &Value, after: &Value) -> Option<(String, String, String)> {
     if let (Value::Object(left), Value::Object(right)) = (before, after) {
         let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
         return keys.into_iter().find_map(|key| {

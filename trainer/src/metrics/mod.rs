@@ -291,7 +291,7 @@ fn routers(counts: &[Vec<u64>]) -> Vec<(String, f64)> {
 
 /// Entropy of the load over the experts (without the skip class, which is last), relative to that of an even load; 1
 /// for a single expert.
-pub(crate) fn entropy(counts: &[u64]) -> f64 {
+pub fn entropy(counts: &[u64]) -> f64 {
     let experts = &counts[..counts.len().saturating_sub(1)];
     let total: u64 = experts.iter().sum();
     if total == 0 || experts.len() < 2 {

@@ -7,7 +7,7 @@ use contract::{Class, Result};
 use loader::Batch;
 use tch::{Device, Tensor};
 use trainer::change::WhatIfChange;
-use trainer::compare::compare;
+use tools::compare::compare;
 use trainer::replay::attribute::{AttributionOptions, attribute};
 use trainer::replay::whatif::{WhatIfStep, imagine};
 use trainer::replay::{Executor, ReplayParallelism, Replayed, Replayer, ThisMachine, Verdict};

@@ -11,7 +11,7 @@ use tch::Device;
 use trainer::ExecOptions;
 use trainer::change::WhatIfChange;
 use trainer::checkpoint::Retention;
-use trainer::compare::compare;
+use tools::compare::compare;
 use trainer::fork::{ForkRequest, Forked, fork};
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};

@@ -4,7 +4,7 @@
 use serde_json::Value;
 use tch::Device;
 use trainer::change::WhatIfChange;
-use trainer::compare::compare;
+use tools::compare::compare;
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;

@@ -4,8 +4,8 @@ use loader::OpenedCurriculum;
 use trainer::RunSpec;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
-use trainer::sizing::estimate::{self, PlannedRun, StepTime};
-use trainer::sizing::{Cluster, ClusterDescription, Curve, degrees, hints};
+use tools::sizing::estimate::{self, PlannedRun, StepTime};
+use tools::sizing::{Cluster, ClusterDescription, Curve, degrees, hints};
 use trainer::workers::Workers;
 
 fn published() -> Cluster {
@@ -63,7 +63,7 @@ fn a_machine_twice_as_fast_takes_half_the_time() {
     let slow = Cluster { call_s: 1e-6, newton_schulz: Some(Curve::flat(1e13)), ..published() };
     let twice = |curve: &Curve| Curve(curve.0.iter().map(|[at, rate]| [*at, 2.0 * rate]).collect());
     let link =
-        |link: trainer::sizing::cluster::NetworkLink| trainer::sizing::cluster::NetworkLink {
+        |link: tools::sizing::cluster::NetworkLink| tools::sizing::cluster::NetworkLink {
             latency_s: link.latency_s / 2.0,
             bytes_per_s: 2.0 * link.bytes_per_s,
         };
@@ -150,7 +150,7 @@ fn sharing_pays_where_ranks_would_be_idle() {
     // In phases without chunks, ranks share nothing.
     assert!(all.iter().filter(|one| one.phase != "midtrain-32k").all(|one| one.cp * one.tsp == 1));
     let free =
-        |link: trainer::sizing::cluster::NetworkLink| trainer::sizing::cluster::NetworkLink {
+        |link: tools::sizing::cluster::NetworkLink| tools::sizing::cluster::NetworkLink {
             latency_s: 0.0,
             bytes_per_s: link.bytes_per_s * 1e6,
         };

@@ -11,7 +11,7 @@ use contract::{Key, Purpose, draw};
 use serde_json::Value;
 use tch::Device;
 use trainer::checkpoint::Retention;
-use trainer::explain::{ExplainRequest, Explanation, Subject, explain};
+use tools::explain::{ExplainRequest, Explanation, Subject, explain};
 use trainer::ledger::Ledger;
 use trainer::replay::Replayer;
 use trainer::step::Detail;

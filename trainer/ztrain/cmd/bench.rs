@@ -6,9 +6,9 @@ use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use tch::Device;
 use trainer::World;
-use trainer::mesh::bench::{CollectiveTiming, WAYS, measure, plot, uneven};
+use tools::collectives::{CollectiveTiming, WAYS, measure, plot, uneven};
 use trainer::refusal::lost;
-use trainer::sizing::cluster::{ClusterDescription, NetworkLink};
+use tools::sizing::cluster::{ClusterDescription, NetworkLink};
 
 use super::Speed;
 use super::bench_machine::ClusterFile;

@@ -8,12 +8,12 @@ use contract::{Result, counted};
 use loader::OpenedCurriculum;
 use store::Location;
 use trainer::RunSpec;
-use trainer::bench::{ExchangedBytes, RankMemory, StepTable, step};
+use tools::bench::{ExchangedBytes, RankMemory, StepTable, step};
 use trainer::memory::MemoryUse;
 use trainer::mesh::ProcessMesh;
 use trainer::refusal::lost;
 use trainer::step::StepContext;
-use trainer::trace::{TimeShare, Trace};
+use tools::trace::{TimeShare, Trace};
 
 use super::Speed;
 use super::drawing::Drawing;

@@ -7,7 +7,7 @@ use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
 use trainer::World;
-use trainer::explain::{ExplainRequest, Explanation, explain};
+use tools::explain::{ExplainRequest, Explanation, explain};
 use trainer::replay::{ReplayParallelism, Replayer, Verdict};
 
 use super::{SavedStateFlags, Speed, ranks};

@@ -10,8 +10,8 @@ use trainer::memory::MemoryUse;
 use trainer::mesh::Degrees;
 use trainer::model::ActivationCheckpointing;
 use trainer::plan::{Fleet, PhaseNeeds, ReplicaNeeds, RunNeeds, SentInStep, needs};
-use trainer::sizing::estimate::PlannedRun;
-use trainer::sizing::{Cluster, ClusterDescription};
+use tools::sizing::estimate::PlannedRun;
+use tools::sizing::{Cluster, ClusterDescription};
 use trainer::workers::Workers;
 
 use super::plan_cluster::{self, ClusterArgs};

@@ -6,7 +6,7 @@ use contract::Result;
 use contract::terminal::print_raw;
 use serde_json::json;
 use trainer::folder::RunFolder;
-use trainer::report::{RunView, page};
+use tools::report::{RunView, page};
 
 use super::drawing::Drawing;
 

@@ -8,7 +8,7 @@ use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
 use trainer::change::{self, WhatIfChange};
-use trainer::chart::Chart;
+use tools::chart::Chart;
 use trainer::optim::guard::Skipped;
 use trainer::replay::whatif::WhatIfSteps;
 
