@@ -43,7 +43,7 @@ fn a_build_without_object_storage_has_no_network() {
 fn zdata_builds_without_libtorch() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let tree = packages("clouds");
-    let foreign = ["trainer", "kernels", "tch", "torch-sys"];
+    let foreign = ["trainer", "tools", "kernels", "tch", "torch-sys"];
     for package in foreign {
         assert!(!has(&tree, package), "{package} in:\n{tree}");
     }

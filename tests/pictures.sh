@@ -75,12 +75,12 @@ wait "$victim" 2>/dev/null || true
 train
 "$bin/ztrain" spikes --run "$work/small"
 step=$(oddest "$work/small")
-mkdir -p "$work/small/explained" trainer/src/report/pictures
+mkdir -p "$work/small/explained" trainer/tools/src/report/pictures
 "$bin/ztrain" explain --run "$work/small" --step "$step" --top 4 --json >"$work/small/explained/step-$step.json"
 "$bin/ztrain" report --run "$work/small"
 python3 tests/browser.py shoot "$work/small/report.html" "$work/pictures"
 for name in light dark narrow-step; do
-  cp "$work/pictures/report-$name.png" trainer/src/report/pictures/
+  cp "$work/pictures/report-$name.png" trainer/tools/src/report/pictures/
 done
 sh tests/story.sh "$bin"
-cp runs/story/whatif.svg trainer/src/report/pictures/
+cp runs/story/whatif.svg trainer/tools/src/report/pictures/

@@ -167,7 +167,7 @@ impl WhatIfChange {
 }
 
 /// The learning rate of a step.
-pub(crate) fn rate_at(spec: &RunSpec, step: u64) -> f64 {
+pub fn rate_at(spec: &RunSpec, step: u64) -> f64 {
     spec.settings_at(step).schedule.rate(step)
 }
 

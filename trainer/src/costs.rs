@@ -6,7 +6,7 @@
 
 #[cfg(test)]
 mod counted;
-pub(crate) mod matmuls;
+pub mod matmuls;
 
 use curriculum::Dtype;
 use kernels::ops::AttentionSpan;

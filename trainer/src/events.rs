@@ -54,7 +54,7 @@ fn each(path: &Path) -> Option<impl Iterator<Item = Value>> {
 }
 
 /// The text of the events at `path`, empty if there is no file. Bytes that are not UTF-8 spoil only their own line.
-pub(crate) fn read(path: &Path) -> Result<String> {
+pub fn read(path: &Path) -> Result<String> {
     match regular::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),

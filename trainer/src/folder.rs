@@ -192,7 +192,7 @@ impl RunFolder {
     }
 
     /// Reads the ledger; refuses a folder that is not a run's.
-    pub(crate) fn read_ledger(&self) -> Result<Ledger> {
+    pub fn read_ledger(&self) -> Result<Ledger> {
         let path = self.ledger();
         if path.exists() { Ledger::read(&path) } else { Err(no_run(&self.root, "ledger.jsonl")) }
     }
@@ -586,7 +586,7 @@ pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path)
 }
 
 /// The first entry in which two kernel tables differ, with both values.
-pub(crate) fn table_difference(before: &Value, after: &Value) -> Option<(String, String, String)> {
+pub fn table_difference(before: &Value, after: &Value) -> Option<(String, String, String)> {
     if let (Value::Object(left), Value::Object(right)) = (before, after) {
         let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
         return keys.into_iter().find_map(|key| {

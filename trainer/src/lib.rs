@@ -5,15 +5,15 @@
 //!   the [`state`]; on one rank or on many, with the same bits.
 //! - [`audit`] decides which micro-batches are computed twice.
 //! - [`launch`] starts ranks and finds their places, [`mesh`] distributes the work over them.
-//! - [`replay`] recomputes past steps, [`explain`] explains one; [`compare`] finds where two runs diverge.
-//! - [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains; [`chart`] plots it.
-//! - [`plan`] predicts what a run will need before it allocates, [`sizing`] how fast it will be and on which machines;
-//!   `costs` has the operations and bytes of a micro-batch.
+//! - [`replay`] recomputes past steps. [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains.
+//! - [`plan`] predicts what a run will need before it allocates; [`costs`] has the operations and bytes of a
+//!   micro-batch.
 //! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
 //! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
 //!   curves, [`validate`] computes the validation loss, [`evaluate`] scores tasks, [`progress`] prints a line for each
 //!   step.
-//! - [`report`] shows a run to people: a table, odd steps with their causes, a page.
+//!
+//! What does not train is in the crate `tools`: reports, explanations, estimates, benchmarks.
 //!
 //! Invariant: step N is a function of the run and N. It does not depend on workers, threads, prefetching, checkpoints,
 //! kills or dates.
@@ -21,16 +21,12 @@
 #![forbid(unsafe_code)]
 
 pub mod audit;
-pub mod bench;
 pub mod change;
-pub mod chart;
 pub mod checkpoint;
-pub mod compare;
-mod costs;
+pub mod costs;
 pub mod evaluate;
 pub mod events;
 pub mod exec;
-pub mod explain;
 pub mod export;
 pub mod folder;
 pub mod fork;
@@ -48,16 +44,12 @@ pub mod progress;
 mod reaction;
 pub mod refusal;
 pub mod replay;
-pub mod report;
 pub mod run;
 mod shown;
-pub mod sizing;
 pub mod spec;
 pub mod state;
 pub mod step;
 pub mod timing;
-pub mod trace;
-mod usual;
 pub mod validate;
 mod waiting;
 pub mod workers;

@@ -92,7 +92,7 @@ impl RankMemoryUse<'_> {
 }
 
 /// All ranks in a phase, with everything that is the same for each.
-pub(crate) struct Ranks<'a> {
+pub struct Ranks<'a> {
     mesh: Mesh,
     grad_reduce: GradReduce,
     workers: Workers,
@@ -116,26 +116,26 @@ pub(crate) struct Ranks<'a> {
 
 /// How ranks work together, in every phase.
 #[derive(Clone, Copy)]
-pub(crate) struct Parallelism<'a> {
+pub struct Parallelism<'a> {
     /// The machine of each rank.
-    pub(crate) names: &'a [String],
+    pub names: &'a [String],
     /// All pieces with their owners.
-    pub(crate) pieces: &'a [ParamShard],
+    pub pieces: &'a [ParamShard],
     /// How many ranks may share a micro-batch.
-    pub(crate) degrees: Degrees,
+    pub degrees: Degrees,
     /// Whether all ranks count as one machine (`--no-hierarchical`).
-    pub(crate) flat: bool,
+    pub flat: bool,
     /// How micro-batches are assigned.
-    pub(crate) grad_reduce: GradReduce,
+    pub grad_reduce: GradReduce,
     /// Micro-batches that each rank computes at once.
-    pub(crate) workers: Workers,
+    pub workers: Workers,
     /// Whether each rank computes on a device.
-    pub(crate) on_device: bool,
+    pub on_device: bool,
 }
 
 impl<'a> Parallelism<'a> {
     /// The ranks in the phase of `step`.
-    pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
+    pub fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
         let Parallelism { names, pieces, degrees, flat, grad_reduce, workers, on_device } = self;
         let PhaseModel { config, cut, .. } = spec.model_at(step)?;
         let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
@@ -186,7 +186,7 @@ impl<'a> Parallelism<'a> {
 
 impl Ranks<'_> {
     /// The most that `rank` holds in `step`, which must be in the same phase.
-    pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> MemoryUse {
+    pub fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> MemoryUse {
         holds(spec, spec.dtype_at(step), &self.holder(rank))
     }
 
@@ -337,21 +337,21 @@ fn sharing(
 
 /// What the ranks of a machine will hold, for any command that computes steps.
 #[derive(Clone, Copy)]
-pub(crate) struct MachineDemand {
+pub struct MachineDemand {
     /// How many ranks may share a micro-batch.
-    pub(crate) degrees: Degrees,
+    pub degrees: Degrees,
     /// Whether all ranks count as one machine (`--no-hierarchical`).
-    pub(crate) flat: bool,
+    pub flat: bool,
     /// How micro-batches are assigned.
-    pub(crate) grad_reduce: GradReduce,
+    pub grad_reduce: GradReduce,
     /// Micro-batches that each rank computes at once.
-    pub(crate) workers: Workers,
+    pub workers: Workers,
     /// Whether each rank keeps a replica of another one's state.
-    pub(crate) replicate: bool,
+    pub replicate: bool,
     /// Additional copies of its own state that each rank holds.
-    pub(crate) copies: u64,
+    pub copies: u64,
     /// Bytes that these ranks may hold together.
-    pub(crate) limit: u64,
+    pub limit: u64,
 }
 
 impl MachineDemand {
@@ -367,7 +367,7 @@ impl MachineDemand {
 ///
 /// A device reports itself what does not fit, so for a device only a state that is too large alone is refused: the rest
 /// depends on documents and on the allocator, and a failure would come only after minutes of initializing weights.
-pub(crate) fn refuse(
+pub fn refuse(
     spec: &RunSpec,
     demand: MachineDemand,
     names: &[String],

@@ -56,7 +56,7 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
 }
 
 /// Turns an error of the kernels or of libtorch into a fault, for `map_err`.
-pub(crate) fn refused(error: impl Into<Error>) -> Fault {
+pub fn refused(error: impl Into<Error>) -> Fault {
     let error = error.into();
     match &error {
         Error::NoMemory { reason, .. } => no_memory(reason),

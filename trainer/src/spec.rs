@@ -201,7 +201,7 @@ impl RunSpec {
     }
 
     /// The dtype in which the model computes in `step`.
-    pub(crate) fn dtype_at(&self, step: u64) -> Dtype {
+    pub fn dtype_at(&self, step: u64) -> Dtype {
         self.curriculum.numbers_at(step).dtype
     }
 

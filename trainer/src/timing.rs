@@ -77,7 +77,7 @@ pub const PARTS: [(StepPart, &str); 20] = [
 ];
 
 /// Parts that only serve verification; the weights would be the same without them.
-pub(crate) const EXACTNESS: [StepPart; 3] =
+pub const EXACTNESS: [StepPart; 3] =
     [StepPart::MicroBatchSums, StepPart::Norm, StepPart::StateSums];
 
 static ON: AtomicBool = AtomicBool::new(false);
@@ -90,7 +90,7 @@ thread_local! {
 
 /// Measures a part until it is dropped.
 #[must_use]
-pub(crate) struct PartTimer(Option<Running>);
+pub struct PartTimer(Option<Running>);
 
 struct Running {
     part: StepPart,
@@ -99,7 +99,7 @@ struct Running {
 }
 
 /// Starts to measure a part on this thread.
-pub(crate) fn part(part: StepPart) -> PartTimer {
+pub fn part(part: StepPart) -> PartTimer {
     let on = ON.load(Ordering::Relaxed);
     PartTimer(on.then(|| Running { part, begin: Instant::now(), before: INSIDE.replace(0) }))
 }

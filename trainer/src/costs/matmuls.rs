@@ -27,44 +27,44 @@ impl MatmulShape {
 
 /// Matmuls of one shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct MatmulCount {
+pub struct MatmulCount {
     /// The part of a step that they belong to.
-    pub(crate) part: StepPart,
+    pub part: StepPart,
     /// The shape of their operands.
-    pub(crate) shape: MatmulShape,
+    pub shape: MatmulShape,
     /// How many a micro-batch computes.
-    pub(crate) count: u64,
+    pub count: u64,
     /// Whether they stay f32 in every dtype of a run.
-    pub(crate) wide: bool,
+    pub wide: bool,
 }
 
 impl MatmulCount {
     /// Operations of all of them.
-    pub(crate) fn operations(&self) -> f64 {
+    pub fn operations(&self) -> f64 {
         self.count as f64 * self.shape.operations()
     }
 }
 
 /// How a micro-batch is computed.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct MicroBatchShape<'a> {
+pub struct MicroBatchShape<'a> {
     /// Tokens of a chunk.
-    pub(crate) tokens: i64,
+    pub tokens: i64,
     /// Chunks, each computed separately.
-    pub(crate) chunks: u64,
+    pub chunks: u64,
     /// Tokens of a chunk that are routed to each expert.
-    pub(crate) routed: &'a [i64],
+    pub routed: &'a [i64],
     /// Whether layers are recomputed in the backward pass.
-    pub(crate) recompute: bool,
+    pub recompute: bool,
 }
 
 /// The tokens of each expert with even routing.
-pub(crate) fn even(tokens: i64, experts: i64) -> Vec<i64> {
+pub fn even(tokens: i64, experts: i64) -> Vec<i64> {
     (0..experts).map(|expert| tokens * (expert + 1) / experts - tokens * expert / experts).collect()
 }
 
 /// All matmuls of a micro-batch except those inside attention.
-pub(crate) fn of_micro_batch(config: &ZayaConfig, by: MicroBatchShape<'_>) -> Vec<MatmulCount> {
+pub fn of_micro_batch(config: &ZayaConfig, by: MicroBatchShape<'_>) -> Vec<MatmulCount> {
     let mut list = List { found: Vec::new(), count: 0, forward: 1 + u64::from(by.recompute) };
     for kind in [Attention::Cca, Attention::Gqa, Attention::Linear] {
         list.count = by.chunks * config.kinds().filter(|(one, _)| *one == kind).count() as u64;
@@ -103,7 +103,7 @@ fn with(config: &ZayaConfig, kind: FeedForward) -> u64 {
 
 /// Operations of attention over `pairs` of a query and a key that see each other, and of linear attention's recurrence
 /// over `tokens`, however it is computed, in all layers, forward; twice as many backward.
-pub(crate) fn of_attention(config: &ZayaConfig, tokens: u64, pairs: u64) -> f64 {
+pub fn of_attention(config: &ZayaConfig, tokens: u64, pairs: u64) -> f64 {
     let (query, key) = (config.query_size() as f64, config.key_size() as f64);
     let state = 2.0 * (query + key) * (config.head_dim + 1) as f64 * tokens as f64;
     let layer = |kind| match kind {
@@ -115,7 +115,7 @@ pub(crate) fn of_attention(config: &ZayaConfig, tokens: u64, pairs: u64) -> f64 
 
 /// Operations of the five Newton-Schulz iterations on a matrix, as the CPU table computes them: half of each symmetric
 /// matmul, and only the short side where the matrix is oblong.
-pub(crate) fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
+pub fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
     let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
     match long >= 2.0 * short {
         true => 3.0 * short * short * long + 17.0 * short.powi(3),

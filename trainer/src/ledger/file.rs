@@ -109,7 +109,7 @@ impl Ledger {
     }
 
     /// The same, with every line checked.
-    pub(crate) fn read_whole(path: &Path) -> Result<Ledger> {
+    pub fn read_whole(path: &Path) -> Result<Ledger> {
         Ledger::to_read(path, Purpose::Checking)
     }
 
@@ -208,7 +208,7 @@ impl Ledger {
     }
 
     /// The curriculum in force at `step`; for 0, that of line 0.
-    pub(crate) fn curriculum_at(&self, step: u64) -> Result<String> {
+    pub fn curriculum_at(&self, step: u64) -> Result<String> {
         let text = text_digest(&self.head.curriculum);
         let in_force = CurriculumLine { before: LedgerLine::default(), text };
         let (line, head) = (self.head_line, self.head_line.chain);
@@ -276,7 +276,7 @@ impl Ledger {
     }
 
     /// The fields of `T` in the line of `step`, checked.
-    pub(crate) fn step_as<T: StepFields>(&self, step: u64) -> Result<T> {
+    pub fn step_as<T: StepFields>(&self, step: u64) -> Result<T> {
         let path = self.source.path();
         if step == 0 || step > self.last_step() {
             return Err(Fault::usage(format!("step {step} is not in the ledger"))

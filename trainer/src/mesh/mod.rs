@@ -5,25 +5,24 @@
 //!   gradients, local or, with many ranks, reduced by `gather` in `buckets`; `share` sends new weights to all ranks.
 //! - `context` is for ranks that share the chunks of each micro-batch; `slices` splits its gradient between them.
 //! - `copies` says which rank keeps replicas of which rank's state, in case that rank is lost.
-//! - `words` encodes the small messages between ranks. [`mod@bench`] times the exchanges.
+//! - `words` encodes the small messages between ranks.
 //!
 //! Invariant: collectives only move bytes. Every addition is done by one rank, in the order of the tree, so that
 //! results do not depend on the number of ranks.
 
 pub mod axes;
 pub(crate) mod behind;
-pub mod bench;
 pub(crate) mod buckets;
 pub(crate) mod context;
 pub(crate) mod copies;
 pub(crate) mod gather;
 pub(crate) mod gradients;
-pub(crate) mod share;
+pub mod share;
 pub(crate) mod sink;
 pub(crate) mod slices;
 pub(crate) mod sum;
 pub mod team;
-pub(crate) mod words;
+pub mod words;
 
 pub use axes::{Degrees, Mesh};
 pub use team::{GradReduce, ProcessMesh};

@@ -15,7 +15,7 @@ use crate::timing;
 /// Sends this rank's new weights to every other rank, in the dtype in which the model reads them, and receives theirs.
 /// Each weight is sent to another machine once: the leader there forwards it in a second round. Sharded weights are
 /// sent directly by their owners, to each rank its shards.
-pub(crate) fn weights(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
+pub fn weights(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
     if team.group.world() == 1 {
         return Ok(());
     }
@@ -176,10 +176,7 @@ fn copied(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
 }
 
 /// The checksums of all pieces in canonical order, from the ends of the messages that each rank sent about its own.
-pub(crate) fn sums(
-    owners: &Ownership,
-    mut gathered: Vec<WordReader<'_>>,
-) -> Result<Vec<ShardChecksums>> {
+pub fn sums(owners: &Ownership, mut gathered: Vec<WordReader<'_>>) -> Result<Vec<ShardChecksums>> {
     let of_piece = |piece: &ParamShard| {
         let gathered = &mut gathered[piece.owner as usize];
         Ok([gathered.word()?, gathered.word()?, gathered.word()?])

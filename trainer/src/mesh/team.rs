@@ -94,7 +94,7 @@ impl<'a> ProcessMesh<'a> {
     }
 
     /// Sends a small message to all ranks, and receives theirs.
-    pub(crate) fn all_gather(&self, operation: &str, message: &WordWriter) -> Result<Gathered> {
+    pub fn all_gather(&self, operation: &str, message: &WordWriter) -> Result<Gathered> {
         let _watch = timing::part(timing::StepPart::Peers);
         self.group.all_gather(operation, message.bytes()).map(Gathered).map_err(lost)
     }

@@ -4,35 +4,38 @@ use contract::{Digest, Fault, Result};
 use store::Location;
 
 /// What every rank sent, by rank.
-pub(crate) struct Gathered(pub(crate) Vec<Vec<u8>>);
+pub struct Gathered(pub Vec<Vec<u8>>);
 
 impl Gathered {
     /// A reader for each rank's message.
-    pub(crate) fn readers(&self) -> Vec<WordReader<'_>> {
+    pub fn readers(&self) -> Vec<WordReader<'_>> {
         self.0.iter().map(|words| WordReader::new(words)).collect()
     }
 }
 
 /// Writes words.
 #[derive(Default)]
-pub(crate) struct WordWriter(Vec<u8>);
+pub struct WordWriter(Vec<u8>);
 
 impl WordWriter {
-    pub(crate) fn word(&mut self, word: u64) -> &mut Self {
+    /// A word.
+    pub fn word(&mut self, word: u64) -> &mut Self {
         self.0.extend(word.to_le_bytes());
         self
     }
 
-    pub(crate) fn float(&mut self, value: f64) -> &mut Self {
+    /// The bits of a number.
+    pub fn float(&mut self, value: f64) -> &mut Self {
         self.word(value.to_bits())
     }
 
-    pub(crate) fn digest(&mut self, Digest(value): Digest) -> &mut Self {
+    /// A digest.
+    pub fn digest(&mut self, Digest(value): Digest) -> &mut Self {
         self.word(value as u64).word((value >> 64) as u64)
     }
 
     /// Checksums of pieces.
-    pub(crate) fn sums(&mut self, sums: &[[u64; 3]]) -> &mut Self {
+    pub fn sums(&mut self, sums: &[[u64; 3]]) -> &mut Self {
         sums.iter().flatten().for_each(|sum| {
             self.word(*sum);
         });
@@ -40,12 +43,12 @@ impl WordWriter {
     }
 
     /// A text: its length and its bytes, eight to a word.
-    pub(crate) fn text(&mut self, text: &str) -> &mut Self {
+    pub fn text(&mut self, text: &str) -> &mut Self {
         self.name(text.as_bytes())
     }
 
     /// A location; its name may have any bytes.
-    pub(crate) fn place(&mut self, place: &Location) -> &mut Self {
+    pub fn place(&mut self, place: &Location) -> &mut Self {
         self.name(&storage::written(place))
     }
 
@@ -56,20 +59,23 @@ impl WordWriter {
         self
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
+    /// What was written.
+    pub fn bytes(&self) -> &[u8] {
         &self.0
     }
 }
 
 /// Reads words.
-pub(crate) struct WordReader<'a>(&'a [u8]);
+pub struct WordReader<'a>(&'a [u8]);
 
 impl<'a> WordReader<'a> {
-    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+    /// The words of a message.
+    pub fn new(bytes: &'a [u8]) -> Self {
         WordReader(bytes)
     }
 
-    pub(crate) fn word(&mut self) -> Result<u64> {
+    /// The next word.
+    pub fn word(&mut self) -> Result<u64> {
         let Some((word, rest)) = self.0.split_first_chunk() else {
             return Err(Fault::bug("a rank wrote less than another one reads"));
         };
@@ -77,20 +83,24 @@ impl<'a> WordReader<'a> {
         Ok(u64::from_le_bytes(*word))
     }
 
-    pub(crate) fn float(&mut self) -> Result<f64> {
+    /// The next number.
+    pub fn float(&mut self) -> Result<f64> {
         self.word().map(f64::from_bits)
     }
 
-    pub(crate) fn digest(&mut self) -> Result<Digest> {
+    /// The next digest.
+    pub fn digest(&mut self) -> Result<Digest> {
         let (low, high) = (self.word()?, self.word()?);
         Ok(Digest(u128::from(low) | u128::from(high) << 64))
     }
 
-    pub(crate) fn text(&mut self) -> Result<String> {
+    /// The next text.
+    pub fn text(&mut self) -> Result<String> {
         Ok(String::from_utf8_lossy(self.name()?).into_owned())
     }
 
-    pub(crate) fn place(&mut self) -> Result<Location> {
+    /// The next location.
+    pub fn place(&mut self) -> Result<Location> {
         storage::locate_written(self.name()?)
     }
 
@@ -104,7 +114,7 @@ impl<'a> WordReader<'a> {
     }
 
     /// Checks that everything was read: readers and writers must agree on the format.
-    pub(crate) fn end(self) -> Result<()> {
+    pub fn end(self) -> Result<()> {
         match self.0 {
             [] => Ok(()),
             _ => Err(Fault::bug("a rank wrote more than another one reads")),

@@ -157,21 +157,21 @@ impl Metrics {
 
 /// The speed of a step.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct StepSpeed {
+pub struct StepSpeed {
     /// Its duration.
-    pub(crate) taken: Duration,
+    pub taken: Duration,
     /// How long it waited for its batch.
-    pub(crate) waited: Duration,
+    pub waited: Duration,
     /// Its number of tokens.
-    pub(crate) tokens: u64,
+    pub tokens: u64,
     /// Tokens of all steps so far.
-    pub(crate) all_tokens: u64,
+    pub all_tokens: u64,
     /// FLOPs of one rank.
-    pub(crate) flops: f64,
+    pub flops: f64,
     /// Peak FLOP/s of its device, if known.
-    pub(crate) peak: Option<f64>,
+    pub peak: Option<f64>,
     /// Memory of the process of rank 0 in bytes.
-    pub(crate) memory: u64,
+    pub memory: u64,
 }
 
 impl StepSpeed {
@@ -242,7 +242,7 @@ fn layer_names(parameters: &[String]) -> Vec<String> {
 }
 
 /// The curves of a step; without labels it has no loss.
-pub(crate) fn curves(
+pub fn curves(
     seen: &StepSummaryFields,
     layers: &[String],
     speed: Option<&StepSpeed>,
@@ -291,7 +291,7 @@ fn routers(counts: &[Vec<u64>]) -> Vec<(String, f64)> {
 
 /// Entropy of the load over the experts (without the skip class, which is last), relative to that of an even load; 1
 /// for a single expert.
-pub(crate) fn entropy(counts: &[u64]) -> f64 {
+pub fn entropy(counts: &[u64]) -> f64 {
     let experts = &counts[..counts.len().saturating_sub(1)];
     let total: u64 = experts.iter().sum();
     if total == 0 || experts.len() < 2 {

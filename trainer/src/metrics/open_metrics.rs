@@ -21,21 +21,21 @@ const LABELLED: [(&str, &str); 7] = [
 ];
 
 /// The status of a run, shown next to its curves.
-pub(crate) struct RunStatus {
+pub struct RunStatus {
     /// The run's name.
-    pub(crate) run: String,
+    pub run: String,
     /// The newest step.
-    pub(crate) step: u64,
+    pub step: u64,
     /// How often a process started training.
-    pub(crate) starts: u64,
+    pub starts: u64,
     /// Number of odd steps.
-    pub(crate) odd: u64,
+    pub odd: u64,
     /// Whether a process has started and not ended.
-    pub(crate) running: bool,
+    pub running: bool,
 }
 
 /// The text.
-pub(crate) fn text(standing: &RunStatus, curves: &[(String, f64)]) -> String {
+pub fn text(standing: &RunStatus, curves: &[(String, f64)]) -> String {
     let RunStatus { run, step, starts, odd, running } = standing;
     let mut families: BTreeMap<String, Vec<(String, f64)>> = BTreeMap::new();
     for (curve, value) in curves {

@@ -419,17 +419,17 @@ impl ZayaConfig {
     }
 
     /// Width of all query heads together.
-    pub(crate) fn query_size(&self) -> i64 {
+    pub fn query_size(&self) -> i64 {
         self.num_attention_heads * self.head_dim
     }
 
     /// Width of all key heads together, and of all value heads.
-    pub(crate) fn key_size(&self) -> i64 {
+    pub fn key_size(&self) -> i64 {
         self.num_key_value_heads * self.head_dim
     }
 
     /// Channels of the two convolutions: queries, then keys.
-    pub(crate) fn conv_size(&self) -> i64 {
+    pub fn conv_size(&self) -> i64 {
         self.query_size() + self.key_size()
     }
 
@@ -444,7 +444,7 @@ impl ZayaConfig {
     }
 
     /// Classes of the router: the experts, then the skip, if there is one.
-    pub(crate) fn router_classes(&self) -> i64 {
+    pub fn router_classes(&self) -> i64 {
         self.num_experts + i64::from(self.skip != SkipOutput::None)
     }
 

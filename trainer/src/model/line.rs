@@ -95,7 +95,7 @@ impl Assignment {
     }
 
     /// The same for a row of `length` tokens with documents that begin at `starts`.
-    pub(crate) fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
+    pub fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
         let width = length / self.chunks as u32;
         let before = |end: u32| {
             let starts: Vec<u32> = starts.iter().copied().filter(|start| *start < end).collect();

@@ -68,7 +68,7 @@ pub(crate) use line::SharedRows;
 pub use line::{Assignment, AxisComm, PendingReceive};
 pub(crate) use param::{HEAD, active_parameters, balance_name, initial};
 pub use param::{Init, ParamId, ParamSpec, Role, rounded};
-pub(crate) use probe::probe;
+pub use probe::probe;
 pub use sharding::Sharding;
 pub use stage::{BatchBuffer, StagedMicroBatch};
 
@@ -324,7 +324,7 @@ pub(crate) fn pairs(config: &ZayaConfig, batch: &Batch) -> u64 {
 }
 
 /// (query, key) pairs of documents that begin at `starts` in a row of `length` tokens.
-pub(crate) fn causal_pairs(starts: &[u32], length: u32) -> u64 {
+pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
     let ends = starts.iter().skip(1).copied().chain([length]);
     let lengths = starts.iter().zip(ends).map(|(start, end)| u64::from(end - start));
     lengths.map(|n| n * (n + 1) / 2).sum()

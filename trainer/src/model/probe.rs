@@ -10,7 +10,7 @@ use super::zaya::Zaya;
 use super::{MicroBatchOptions, ZayaConfig, enter};
 
 /// Statistics of each layer's activations for `input`, first to last: forward only.
-pub(crate) fn probe(
+pub fn probe(
     options: MicroBatchOptions,
     config: &ZayaConfig,
     params: &[Tensor],

@@ -19,7 +19,7 @@
 use kernels::ops::{NewtonSchulz, NewtonSchulzIterate};
 
 /// The quintic iteration: it brings singular values to about 0.7..1.2, which is fast rather than exact.
-pub(crate) const QUINTIC: NewtonSchulz = NewtonSchulz {
+pub const QUINTIC: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
     eps: 1e-7,

@@ -11,7 +11,7 @@ use tch::Tensor;
 use crate::refusal::{refused, values};
 
 /// Elements of a chunk: the unit of the gradient norm and of elementwise work.
-pub(crate) const CHUNK: i64 = kernels::ops::CHUNK;
+pub const CHUNK: i64 = kernels::ops::CHUNK;
 
 /// The sum of squares of a tensor, in f64.
 pub fn squares(ops: &dyn Ops, tensor: &Tensor) -> Result<f64> {

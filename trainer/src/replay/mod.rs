@@ -79,15 +79,15 @@ pub struct Replayed {
 }
 
 /// A replayed step with its inputs and gradient.
-pub(crate) struct WithGradient {
+pub struct WithGradient {
     /// The result, with all documents.
-    pub(crate) replayed: Replayed,
+    pub replayed: Replayed,
     /// The step's batch.
-    pub(crate) batch: Batch,
+    pub batch: Batch,
     /// The summed gradient before clipping: its pieces in canonical order.
-    pub(crate) gradient: Vec<Tensor>,
+    pub gradient: Vec<Tensor>,
     /// The loss of each token of the batch.
-    pub(crate) token_losses: Vec<f32>,
+    pub token_losses: Vec<f32>,
 }
 
 /// How several ranks replay together; no value here changes results.
@@ -193,22 +193,22 @@ impl Replayer {
     }
 
     /// The run's ledger.
-    pub(crate) fn ledger(&self) -> &Ledger {
+    pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
     /// The run's folder.
-    pub(crate) fn folder(&self) -> &RunFolder {
+    pub fn folder(&self) -> &RunFolder {
         &self.folder
     }
 
     /// Where its stores are now, if they were moved.
-    pub(crate) fn stores(&self) -> &[Location] {
+    pub fn stores(&self) -> &[Location] {
         &self.stores
     }
 
     /// The workers of this rank.
-    pub(crate) fn workers(&self) -> Workers {
+    pub fn workers(&self) -> Workers {
         self.workers
     }
 
@@ -223,7 +223,7 @@ impl Replayer {
     }
 
     /// Runs `work`, and adds its time to `part`.
-    pub(crate) fn timed<T>(&self, part: &'static str, work: impl FnOnce() -> T) -> T {
+    pub fn timed<T>(&self, part: &'static str, work: impl FnOnce() -> T) -> T {
         let watch = Stopwatch::start();
         let outcome = work();
         self.times.borrow_mut().add(part, watch.read());
@@ -231,7 +231,7 @@ impl Replayer {
     }
 
     /// Counts tokens of a forward pass, or also of a backward pass.
-    pub(crate) fn passed(&self, tokens: u64, backward: bool) {
+    pub fn passed(&self, tokens: u64, backward: bool) {
         let mut times = self.times.borrow_mut();
         times.forward_tokens += tokens;
         times.backward_tokens += if backward { tokens } else { 0 };
@@ -246,11 +246,7 @@ impl Replayer {
 
     /// The same from `before`, of which `state` is a copy; also returns the inputs and the gradient. For a single rank
     /// only.
-    pub(crate) fn step_with_gradient(
-        &self,
-        before: &State,
-        state: &mut State,
-    ) -> Result<WithGradient> {
+    pub fn step_with_gradient(&self, before: &State, state: &mut State) -> Result<WithGradient> {
         let (batch, mut kept) = (self.timed("batch", || self.batch(state.step + 1))?, None);
         let before = StateSource::Given(before);
         let replayed = self.replayed(state, &batch, Detail::Tokens, before, |gradient| {
@@ -389,12 +385,12 @@ impl Replayer {
     }
 
     /// The complete batch of a step.
-    pub(crate) fn batch(&self, step: u64) -> Result<Batch> {
+    pub fn batch(&self, step: u64) -> Result<Batch> {
         loader::batch(&self.spec.plan, &self.spec.data, step, RankSlice::WHOLE)
     }
 
     /// This rank's part of the batch of a step of `spec`.
-    pub(crate) fn part(&self, spec: &RunSpec, step: u64) -> Result<Batch> {
+    pub fn part(&self, spec: &RunSpec, step: u64) -> Result<Batch> {
         let slice = self.team()?.lines(spec.model_at(step)?.cut)?.slice()?;
         loader::batch(&spec.plan, &spec.data, step, slice)
     }
@@ -405,7 +401,7 @@ impl Replayer {
     }
 
     /// Computes the step after `state` by `spec`: its gradient, and its record unless it diverges.
-    pub(crate) fn compute(
+    pub fn compute(
         &self,
         spec: &RunSpec,
         state: &mut State,
@@ -508,7 +504,7 @@ impl Replayer {
 }
 
 /// The number of tokens in a batch.
-pub(crate) fn tokens(batch: &Batch) -> u64 {
+pub fn tokens(batch: &Batch) -> u64 {
     batch.rows * u64::from(batch.seq_len)
 }
 

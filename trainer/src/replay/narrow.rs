@@ -262,7 +262,7 @@ fn listed(names: &[String]) -> String {
 }
 
 /// "a, b and c".
-pub(crate) fn joined(words: &[String]) -> String {
+pub fn joined(words: &[String]) -> String {
     match words {
         [] => String::new(),
         [word] => word.clone(),

@@ -23,15 +23,16 @@ pub struct DocumentText {
 }
 
 /// Decodes tokens.
-pub(crate) struct Decoder(Option<Tokenizer>);
+pub struct Decoder(Option<Tokenizer>);
 
 impl Decoder {
     /// With the tokenizer of the run's store. If that cannot be read, tokens are shown as numbers.
-    pub(crate) fn of(spec: &RunSpec) -> Result<Decoder> {
+    pub fn of(spec: &RunSpec) -> Result<Decoder> {
         Ok(Decoder(Tokenizer::from_bytes(spec.data.tokenizer()?).ok()))
     }
 
-    pub(crate) fn text(&self, ids: &[u32]) -> String {
+    /// The text of tokens.
+    pub fn text(&self, ids: &[u32]) -> String {
         let decoded = self.0.as_ref().and_then(|tokenizer| tokenizer.decode(ids, false).ok());
         decoded.unwrap_or_else(|| ids.iter().map(|id| format!("<{id}>")).collect())
     }

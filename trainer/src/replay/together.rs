@@ -107,7 +107,7 @@ impl Replayer {
     }
 
     /// Refuses several ranks for a computation that one rank does alone.
-    pub(crate) fn refuse_ranks(&self, what: &str) -> Result<()> {
+    pub fn refuse_ranks(&self, what: &str) -> Result<()> {
         match self.world.comm.world() {
             1 => Ok(()),
             ranks => Err(Fault::usage(format!("{what} is computed by one process"))

@@ -16,13 +16,15 @@ use crate::workers::Workers;
 
 /// A thread's own aliases of the weights, in canonical order, and of the biases, one tensor per layer.
 #[derive(Clone, Copy)]
-pub(crate) struct Weights<'a> {
-    pub(crate) weights: &'a [Tensor],
-    pub(crate) biases: &'a [Tensor],
+pub struct Weights<'a> {
+    /// The weights.
+    pub weights: &'a [Tensor],
+    /// The biases.
+    pub biases: &'a [Tensor],
 }
 
 /// The model of a step, for any number of workers to read.
-pub(crate) struct FrozenModel<'a> {
+pub struct FrozenModel<'a> {
     spec: &'a RunSpec,
     model: &'a PhaseModel,
     weights: SharedTensors,
@@ -33,7 +35,7 @@ pub(crate) struct FrozenModel<'a> {
 
 impl<'a> FrozenModel<'a> {
     /// The model of `step`, with the weights and biases of `state`: aliases where their dtype is already right.
-    pub(crate) fn at(
+    pub fn at(
         spec: &'a RunSpec,
         step: u64,
         state: &State,
@@ -46,22 +48,23 @@ impl<'a> FrozenModel<'a> {
         Ok(FrozenModel { spec, model, weights, biases, device, workers })
     }
 
-    pub(crate) fn config(&self) -> &'a ZayaConfig {
+    /// The configuration of the model.
+    pub fn config(&self) -> &'a ZayaConfig {
         &self.model.config
     }
 
     /// The device of the weights.
-    pub(crate) fn device(&self) -> Device {
+    pub fn device(&self) -> Device {
         self.device
     }
 
     /// The options with which a worker computes.
-    pub(crate) fn options(&self) -> MicroBatchOptions {
+    pub fn options(&self) -> MicroBatchOptions {
         self.workers.options().cut(self.model.cut)
     }
 
     /// Runs `compute` on the calling thread. A failure in it is reported as a fault at `place`.
-    pub(crate) fn read<T>(
+    pub fn read<T>(
         &self,
         compute: impl FnOnce(Weights<'_>) -> Result<T>,
         place: impl FnOnce() -> String,
@@ -72,7 +75,7 @@ impl<'a> FrozenModel<'a> {
     }
 
     /// Runs `compute` on the workers for each micro-batch of `batch`; results in order.
-    pub(crate) fn map<T: Send>(
+    pub fn map<T: Send>(
         &self,
         batch: &Batch,
         compute: impl Fn(&MicroBatchInput<'_>, Weights<'_>) -> Result<T> + Sync,

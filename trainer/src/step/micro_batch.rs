@@ -65,7 +65,7 @@ impl StagedBatch {
 }
 
 /// Starts to copy the micro-batches of `batch` to `device`.
-pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<StagedBatch> {
+pub fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<StagedBatch> {
     let stager = Stager::kept(device).map_err(|error| Fault::machine(error.to_string()))?;
     StagedBatch::stage(spec, batch, &stager)
 }

@@ -49,13 +49,13 @@ use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 use apply::StepEnd;
 pub(crate) use apply::cast_weights;
-pub(crate) use frozen::{FrozenModel, Weights};
+pub use frozen::{FrozenModel, Weights};
 use micro_batch::RankMicroBatches;
 pub use micro_batch::{StagedBatch, micro_batch_alone};
 use norm::Norms;
 use readout::MicroBatchReport;
 pub use readout::{Detail, MicroBatchSums};
-pub(crate) use rows::rows;
+pub use rows::rows;
 
 /// The run, its ranks, and this rank's workers.
 #[derive(Clone, Copy)]
@@ -294,7 +294,7 @@ fn place(lines: &PhaseMesh<'_>) -> u32 {
 }
 
 /// Decides on a step from its gradient, updates the state, and makes the record.
-pub(crate) fn complete(
+pub fn complete(
     cx: StepContext<'_>,
     state: &mut State,
     gradient: &mut ReducedGradient,
@@ -329,6 +329,6 @@ pub fn alone<T>(
 }
 
 /// The number of a configuration's trainable parameters.
-pub(crate) fn parameter_count(config: &ZayaConfig) -> u64 {
+pub fn parameter_count(config: &ZayaConfig) -> u64 {
     model::parameters(config).iter().map(model::ParamSpec::elements).sum()
 }

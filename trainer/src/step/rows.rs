@@ -18,7 +18,7 @@ pub(super) fn input(batch: &Batch, micro_batch: u64) -> MicroBatchInput<'_> {
 }
 
 /// Some rows of a batch, as a micro-batch.
-pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> MicroBatchInput<'_> {
+pub fn rows(batch: &Batch, rows: Range<u64>) -> MicroBatchInput<'_> {
     let (first, width) = (rows.start as usize, batch.seq_len as usize);
     let rows = (rows.end - rows.start) as usize;
     let (columns, at) = (batch.columns(), first * width..(first + rows) * width);

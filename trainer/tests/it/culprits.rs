@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use contract::{Key, Purpose, draw, shell};
 use tch::Device;
+use tools::explain::{ExplainRequest, Explanation, RunChangeKind, Subject, explain};
 use trainer::World;
 use trainer::change;
-use trainer::explain::{ExplainRequest, Explanation, RunChangeKind, Subject, explain};
 use trainer::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;

@@ -3,8 +3,8 @@
 
 use serde_json::Value;
 use tch::Device;
+use tools::compare::compare;
 use trainer::change::WhatIfChange;
-use trainer::compare::compare;
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;

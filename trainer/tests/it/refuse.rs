@@ -6,10 +6,11 @@ use std::time::Duration;
 use contract::Class;
 use loader::OpenedCurriculum;
 use tch::Device;
+use tools::bench;
 use trainer::folder::{RunFolder, RunLocks};
 use trainer::replay::Replayer;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, RunSpec, World, bench, fit_workers, step, train};
+use trainer::{ExecOptions, RunSpec, World, fit_workers, step, train};
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use contract::Class;
 use serde_json::Value;
-use trainer::report::{NotableEventKind, PageServer, RunView, StepRows, page, payload};
+use tools::report::{NotableEventKind, PageServer, RunView, StepRows, page, payload};
 
 use crate::damage::forge;
 use crate::support::{CURRICULUM, Scratch, stop_after};

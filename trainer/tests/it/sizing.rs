@@ -1,11 +1,11 @@
 //! Fear: that a plan does not warn of a problem.
 
 use loader::OpenedCurriculum;
+use tools::sizing::estimate::{self, PlannedRun, StepTime};
+use tools::sizing::{Cluster, ClusterDescription, Curve, degrees, hints};
 use trainer::RunSpec;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
-use trainer::sizing::estimate::{self, PlannedRun, StepTime};
-use trainer::sizing::{Cluster, ClusterDescription, Curve, degrees, hints};
 use trainer::workers::Workers;
 
 fn published() -> Cluster {
@@ -62,11 +62,10 @@ fn a_machine_twice_as_fast_takes_half_the_time() {
     let spec = shipped("phase1.toml");
     let slow = Cluster { call_s: 1e-6, newton_schulz: Some(Curve::flat(1e13)), ..published() };
     let twice = |curve: &Curve| Curve(curve.0.iter().map(|[at, rate]| [*at, 2.0 * rate]).collect());
-    let link =
-        |link: trainer::sizing::cluster::NetworkLink| trainer::sizing::cluster::NetworkLink {
-            latency_s: link.latency_s / 2.0,
-            bytes_per_s: 2.0 * link.bytes_per_s,
-        };
+    let link = |link: tools::sizing::cluster::NetworkLink| tools::sizing::cluster::NetworkLink {
+        latency_s: link.latency_s / 2.0,
+        bytes_per_s: 2.0 * link.bytes_per_s,
+    };
     let fast = Cluster {
         f32: twice(&slow.f32),
         bf16: twice(&slow.bf16),
@@ -149,11 +148,10 @@ fn sharing_pays_where_ranks_would_be_idle() {
     assert!(four.seconds > two.seconds, "{all:?}");
     // In phases without chunks, ranks share nothing.
     assert!(all.iter().filter(|one| one.phase != "midtrain-32k").all(|one| one.cp * one.tsp == 1));
-    let free =
-        |link: trainer::sizing::cluster::NetworkLink| trainer::sizing::cluster::NetworkLink {
-            latency_s: 0.0,
-            bytes_per_s: link.bytes_per_s * 1e6,
-        };
+    let free = |link: tools::sizing::cluster::NetworkLink| tools::sizing::cluster::NetworkLink {
+        latency_s: 0.0,
+        bytes_per_s: link.bytes_per_s * 1e6,
+    };
     let (within, between) = (cluster.within.map(free), cluster.between.map(free));
     let near = Cluster { within, between, ..cluster.clone() };
     let free = degrees::compared(PlannedRun { cluster: &near, ..setting }).unwrap();

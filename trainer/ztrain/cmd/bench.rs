@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use tch::Device;
+use tools::collectives::{CollectiveTiming, WAYS, measure, plot, uneven};
+use tools::sizing::cluster::{ClusterDescription, NetworkLink};
 use trainer::World;
-use trainer::mesh::bench::{CollectiveTiming, WAYS, measure, plot, uneven};
 use trainer::refusal::lost;
-use trainer::sizing::cluster::{ClusterDescription, NetworkLink};
 
 use super::Speed;
 use super::bench_machine::ClusterFile;

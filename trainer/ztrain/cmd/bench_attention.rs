@@ -3,9 +3,9 @@
 use contract::Result;
 use contract::terminal::print_raw;
 use tch::{Device, Kind};
+use tools::sizing::attention::{AttentionRates, AttentionTiming};
+use tools::sizing::machine::BenchOptions;
 use trainer::model::ZayaConfig;
-use trainer::sizing::attention::{AttentionRates, AttentionTiming};
-use trainer::sizing::machine::BenchOptions;
 
 /// Measures documents of several lengths up to `most`, or the tokens of the model's micro-batch, with the heads of a
 /// model, and prints a line for each. Answers with operations, and those in a second, forward and backward, as training

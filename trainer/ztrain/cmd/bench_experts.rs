@@ -4,10 +4,10 @@ use contract::Result;
 use contract::terminal::print_raw;
 use serde::Serialize;
 use tch::Kind;
+use tools::sizing::experts::{ExpertMatmuls, ExpertRates};
+use tools::sizing::machine::BenchOptions;
+use tools::sizing::shapes::{self, MatmulBatching, MatmulShape, ModelMatmul};
 use trainer::model::ZayaConfig;
-use trainer::sizing::experts::{ExpertMatmuls, ExpertRates};
-use trainer::sizing::machine::BenchOptions;
-use trainer::sizing::shapes::{self, MatmulBatching, MatmulShape, ModelMatmul};
 
 /// A row: one way of all experts of a layer.
 #[derive(Serialize)]

@@ -3,9 +3,9 @@
 use contract::Result;
 use contract::terminal::print_raw;
 use tch::Kind;
+use tools::sizing::repeat::{RepeatOptions, Repeated};
+use tools::sizing::shapes::MatmulShape;
 use trainer::model::ZayaConfig;
-use trainer::sizing::repeat::{RepeatOptions, Repeated};
-use trainer::sizing::shapes::MatmulShape;
 
 /// Computes each again and again, and prints a line for each. 4 where one has several outcomes.
 pub(super) fn run(

@@ -7,13 +7,13 @@ use contract::terminal::print_raw;
 use contract::{Result, counted};
 use loader::OpenedCurriculum;
 use store::Location;
+use tools::bench::{ExchangedBytes, RankMemory, StepTable, step};
+use tools::trace::{TimeShare, Trace};
 use trainer::RunSpec;
-use trainer::bench::{ExchangedBytes, RankMemory, StepTable, step};
 use trainer::memory::MemoryUse;
 use trainer::mesh::ProcessMesh;
 use trainer::refusal::lost;
 use trainer::step::StepContext;
-use trainer::trace::{TimeShare, Trace};
 
 use super::Speed;
 use super::drawing::Drawing;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
-use trainer::compare::{Comparison, chart, compare};
+use tools::compare::{Comparison, chart, compare};
 
 use super::drawing::Drawing;
 

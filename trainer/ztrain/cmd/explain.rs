@@ -6,8 +6,8 @@ use contract::terminal::{print, print_raw};
 use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
+use tools::explain::{ExplainRequest, Explanation, explain};
 use trainer::World;
-use trainer::explain::{ExplainRequest, Explanation, explain};
 use trainer::replay::{ReplayParallelism, Replayer, Verdict};
 
 use super::{SavedStateFlags, Speed, ranks};

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use contract::{Fault, Result, terminal};
 use serde::Serialize;
-use trainer::chart::Chart;
+use tools::chart::Chart;
+use tools::sizing::degrees::{self, Degree};
+use tools::sizing::estimate::{self, CheckpointCost, PlannedRun, StepTime};
+use tools::sizing::faults::{FailureModel, Simulation, between, simulate};
+use tools::sizing::hints::{self, seconds};
 use trainer::plan::RunNeeds;
-use trainer::sizing::degrees::{self, Degree};
-use trainer::sizing::estimate::{self, CheckpointCost, PlannedRun, StepTime};
-use trainer::sizing::faults::{FailureModel, Simulation, between, simulate};
-use trainer::sizing::hints::{self, seconds};
 
 use super::drawing::Drawing;
 

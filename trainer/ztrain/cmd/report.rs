@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use contract::Result;
 use contract::terminal::print_raw;
 use serde_json::json;
+use tools::report::{RunView, page};
 use trainer::folder::RunFolder;
-use trainer::report::{RunView, page};
 
 use super::drawing::Drawing;
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use contract::Result;
 use contract::terminal::print_raw;
-use trainer::report::StepRows;
+use tools::report::StepRows;
 
 /// Arguments.
 #[derive(clap::Args)]

@@ -3,7 +3,7 @@
 use contract::Result;
 use contract::terminal::{name, print_raw};
 use serde_json::json;
-use trainer::report::{OddReasonKind, RunView, explain_command, grouped};
+use tools::report::{OddReasonKind, RunView, explain_command, grouped};
 
 /// Arguments.
 #[derive(clap::Args)]

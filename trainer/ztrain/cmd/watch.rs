@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use contract::Result;
 use contract::terminal::print_raw;
 use serde_json::json;
-use trainer::report::PageServer;
+use tools::report::PageServer;
 
 /// Arguments.
 #[derive(clap::Args)]

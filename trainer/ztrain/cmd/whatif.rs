@@ -7,8 +7,8 @@ use contract::terminal::print_raw;
 use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
+use tools::chart::Chart;
 use trainer::change::{self, WhatIfChange};
-use trainer::chart::Chart;
 use trainer::optim::guard::Skipped;
 use trainer::replay::whatif::WhatIfSteps;
 

@@ -1,0 +1,19 @@
+//! Tools around a run: nothing here trains, and no bit of a run depends on it.
+//!
+//! - [`report`] shows a run to people: a table, odd steps with their causes, a page. [`explain`] explains a step,
+//!   [`compare`] finds where two runs diverge. [`chart`] plots curves.
+//! - [`sizing`] estimates how fast a run will be and on which machines, from measurements.
+//! - [`mod@bench`] times the parts of a step, [`collectives`] the exchanges between ranks; [`trace`] sums up a trace by
+//!   libtorch's profiler.
+
+#![forbid(unsafe_code)]
+
+pub mod bench;
+pub mod chart;
+pub mod collectives;
+pub mod compare;
+pub mod explain;
+pub mod report;
+pub mod sizing;
+pub mod trace;
+mod usual;

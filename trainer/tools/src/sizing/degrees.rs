@@ -1,0 +1,66 @@
+//! The cost of sharing micro-batches between ranks, and the best degree.
+//!
+//! ```text
+//! context   operands and gradients of chunks, over the slowest link of a line; they do not overlap with computation
+//! folded    shards of weights, one ahead of use: what the computation of layers does not hide
+//! ```
+//!
+//! A rank then computes only its chunks, one micro-batch at a time, and there are fewer lines of gradients.
+
+use contract::Result;
+use serde::Serialize;
+
+use super::estimate;
+use super::standing::PlannedRun;
+use trainer::mesh::{Degrees, Mesh};
+use trainer::plan::{self, Fleet};
+
+/// The largest number of ranks that share a micro-batch in the comparison.
+const MOST: u32 = 64;
+
+/// A phase under one degree.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Degree {
+    /// The phase.
+    pub phase: String,
+    /// The degrees, as for `ztrain --cp` and `--tsp`.
+    pub cp: u32,
+    /// See above.
+    pub tsp: u32,
+    /// Seconds of a step.
+    pub seconds: f64,
+    /// Bytes of the rank that needs most memory.
+    pub memory: u64,
+    /// Whether its device has that much.
+    pub fits: bool,
+}
+
+/// Every phase with each degree that its cut allows; empty if no phase allows any.
+pub fn compared(setting: PlannedRun<'_>) -> Result<Vec<Degree>> {
+    let PlannedRun { spec, cluster, fleet } = setting;
+    let firsts: Vec<u64> = spec.plan.phases().iter().map(|phase| phase.first_step).collect();
+    let powers = || (0..).map(|power| 1 << power).take_while(|degree| *degree <= MOST);
+    let pairs = powers().flat_map(|tsp| powers().map(move |cp| Degrees { cp, tsp }));
+    let mut found = Vec::new();
+    for degrees in pairs.filter(|it| it.cp * it.tsp <= MOST) {
+        let exact = |first: &u64| {
+            let mesh = Mesh::of(fleet.ranks, degrees, spec.model_at(*first)?.cut);
+            Ok((mesh.cp, mesh.tsp) == (degrees.cp, degrees.tsp))
+        };
+        let exact = firsts.iter().map(exact).collect::<Result<Vec<bool>>>()?;
+        if !exact.contains(&true) {
+            continue;
+        }
+        let fleet = Fleet { degrees, ..fleet.clone() };
+        let needs = plan::needs(spec, &fleet)?;
+        let phases = firsts.iter().zip(&needs.phases).zip(exact);
+        for ((first, needs), _) in phases.filter(|(_, exact)| *exact) {
+            let time = estimate::step(PlannedRun { fleet: &fleet, ..setting }, *first, needs)?;
+            let (memory, Degrees { cp, tsp }) = (needs.memory.sum(), degrees);
+            let (phase, fits) = (needs.name.clone(), memory <= cluster.memory_bytes);
+            found.push(Degree { phase, cp, tsp, seconds: time.seconds, memory, fits });
+        }
+    }
+    let shared = found.iter().any(|one| one.cp * one.tsp > 1);
+    Ok(if shared { found } else { Vec::new() })
+}

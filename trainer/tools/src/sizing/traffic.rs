@@ -1,0 +1,82 @@
+//! Bytes that a micro-batch reads and writes outside of matmuls: norms, residuals, activations, the head's softmax.
+//!
+//! Counted for each operation as its inputs and outputs in the table of operations, each operand once. Caches are not
+//! modelled, so small micro-batches are faster than this estimate. The head's softmax, whose `exp` costs a CPU more
+//! than its bytes, has a separate rate, which also applies to gated units.
+
+use trainer::model::ZayaConfig;
+use trainer::timing::StepPart;
+
+/// Equivalent bytes of a row of the router's few classes, forward and backward: libtorch computes softmax, argmax and
+/// gather row by row (0.24 and 0.07 microseconds on one Xeon with 9 classes, at 12 GB per second).
+const CLASSES: [f64; 2] = [2900.0, 850.0];
+
+/// Bytes of each part in a micro-batch of `tokens`; operands of large matmuls have `narrow` bytes.
+pub(crate) fn of_micro_batch(
+    config: &ZayaConfig,
+    tokens: i64,
+    narrow: u64,
+) -> Vec<(StepPart, f64)> {
+    let f = |size: i64| size as f64;
+    let w = narrow as f64;
+    // Conversion to and from the dtype of matmuls, where that is not f32.
+    let cast = if narrow == 4 { 0.0 } else { 4.0 + w };
+    let (hidden, inner, state) =
+        (f(config.hidden_size), f(config.moe_intermediate_size), f(config.router_hidden_size));
+    let (key, conv) = (f(config.key_size()), f(config.conv_size()));
+    let layers = f(config.num_hidden_layers);
+    // The norm before a sublayer and the residual after it: x and its norm; the branch, the residual, and their sum.
+    let half = hidden * (8.0 + cast + w + 8.0);
+    // Backward: gradient, branch and residual, and both gradients; x, the gradient, and that of x; their sum. The
+    // gradient at the norm is converted to f32, and the branch's gradient is rounded.
+    let half_back = hidden * (16.0 + w + 12.0 + 12.0 + 2.0 * cast);
+    let embedding = hidden * (w + 8.0 + 16.0);
+    // Halves of the values joined, the first convolution, queries and keys with their means and rotation.
+    let attention = 2.0 * w * key + 3.0 * w * conv + conv * (2.0 * cast + 8.0 + w);
+    let attention_back = conv * (12.0 + 2.0 * cast + 3.0 * w + 4.0 + 12.0) + 4.0 * w * key;
+    // Biases, averaging, norm and both activations over the router's state.
+    let (router, router_back) = (48.0 * state + CLASSES[0], 72.0 * state + CLASSES[1]);
+    // Permutation to the order of experts and back.
+    let experts = hidden * (2.0 * w + w + 4.0 + cast);
+    let experts_back = hidden * (8.0 + w + 2.0 * cast + 3.0 * w);
+    // The weights' gradients are zeroed, written by matmuls of few rows, which do little else, and converted to f32.
+    let weights = 3.0 * hidden * inner * f(config.num_experts) * (2.0 * w + cast);
+    // Logits as inputs and outputs of matmuls; the softmax in between is counted separately.
+    let head = f(config.vocab_size) * cast;
+    let head_weights = 4.0 * f(config.vocab_size) * hidden;
+    let tokens = f(tokens);
+    vec![
+        (StepPart::Stream, tokens * (embedding + (2.0 * layers + 1.0) * (half + half_back))),
+        (StepPart::Attention, tokens * layers * attention),
+        (StepPart::AttentionBack, tokens * layers * attention_back),
+        (StepPart::Router, tokens * layers * router),
+        (StepPart::RouterBack, tokens * layers * router_back),
+        (StepPart::Experts, tokens * layers * experts),
+        (StepPart::ExpertsBack, layers * (tokens * experts_back + weights)),
+        (StepPart::Head, tokens * head + head_weights),
+    ]
+}
+
+/// Bytes of the softmax over the vocabulary and of its gradient: each reads and writes a row.
+pub(crate) fn of_softmax(config: &ZayaConfig, tokens: i64) -> f64 {
+    16.0 * tokens as f64 * config.vocab_size as f64
+}
+
+/// Equivalent softmax bytes of a layer's gated units, forward and backward: one exponential each, in every dtype.
+pub(crate) fn of_gated_units(config: &ZayaConfig, tokens: i64) -> [f64; 2] {
+    [16.0, 20.0].map(|bytes| bytes * tokens as f64 * config.moe_intermediate_size as f64)
+}
+
+/// Fixed costs of a layer's parts beyond matmuls and bytes, in units of the smallest memory pass: measured by `ztrain
+/// bench step` on one Xeon with 16 tokens in a micro-batch of a model 64 wide, minus the planned time of matmuls and
+/// bytes. The head's is per micro-batch, not per layer.
+pub(crate) const CALLS: [(StepPart, f64); 8] = [
+    (StepPart::Stream, 46.0),
+    (StepPart::Attention, 86.0),
+    (StepPart::AttentionBack, 147.0),
+    (StepPart::Router, 11.0),
+    (StepPart::RouterBack, 12.0),
+    (StepPart::Experts, 46.0),
+    (StepPart::ExpertsBack, 37.0),
+    (StepPart::Head, 124.0),
+];
