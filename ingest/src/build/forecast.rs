@@ -237,6 +237,25 @@ mod tests {
         assert_eq!(told.sources.len(), manifest.sources.len());
     }
 
+    /// Steps that compare take memory that does not depend on the documents, and disk that does.
+    #[test]
+    fn a_forecast_has_the_memory_and_the_disk_of_the_scan() {
+        let of = |documents, steps: &str| {
+            let bench = Workbench::new(documents);
+            let text = std::fs::read_to_string(bench.corpus("")).unwrap() + steps;
+            let corpus = Corpus::read(bench.write("corpus.toml", text)).unwrap();
+            let Forecast { scan_bytes, memory_bytes, .. } = forecast(&corpus, None, 1).unwrap();
+            (scan_bytes, memory_bytes >> 20)
+        };
+        let near = "[[prepare]]\nstep = \"near-duplicates\"\n";
+        let (none, few, more) = (of(60, ""), of(60, near), of(600, near));
+        assert!(none.0 == 0 && few.0 > 0 && more.0 == 10 * few.0, "{none:?} {few:?} {more:?}");
+        // The rest of the process differs by less.
+        for with in [few, more] {
+            assert!((none.1 + 200..none.1 + 400).contains(&with.1), "{none:?} {with:?}");
+        }
+    }
+
     /// A record at which a build would stop stops this too; where it would be dropped, it is counted.
     #[test]
     fn a_forecast_stops_where_a_build_does() {

@@ -139,7 +139,8 @@ fn gather(
                 if known.is_none() || file >= range.end {
                     return Err(part.damaged("it holds what its task cannot give"));
                 }
-                gathered.document(*source, file, observed)?;
+                let place = || plan.cache.part(result.part).display().to_string();
+                gathered.document(*source, file, observed).map_err(|fault| fault.or_at(place))?;
             }
             Entry::FileEnd((_, identity)) => {
                 gathered.end(*source, identity);

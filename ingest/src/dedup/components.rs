@@ -61,8 +61,8 @@ fn small_star<'a>(scratch: &'a Scratch, mut edges: Merge<'a, 4>) -> Result<Sorte
     Ok(joined)
 }
 
-/// Joins the higher neighbours of each document to the least of it and its neighbours. Takes edges from both ends, and
-/// returns them from their higher ends, with whether they were stars before.
+/// Joins the higher neighbours of each document to the least among the document and its neighbours. Takes edges from
+/// both ends, and returns them from their higher ends, with whether they were stars before.
 fn large_star<'a>(scratch: &'a Scratch, mut edges: Merge<'a, 4>) -> Result<(Sorter<'a, 4>, bool)> {
     let (mut joined, mut stars) = (scratch.sorter(), true);
     let mut last = None;

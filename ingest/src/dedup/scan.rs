@@ -2,10 +2,11 @@
 //!
 //! Workers run each document through the steps up to the last one that compares, and pass on, in input order, what that
 //! step needs: a digest, a signature, matches. This is kept on disk. Then the steps are decided in order: a document
-//! that one removes is not a candidate for the next. The result is a list of removed documents, next to the parts, which
-//! the build reads. It also tells users why a document is not in the store.
+//! that one removes is not a candidate for the next. The result is a list of removed documents, next to the parts,
+//! which the build reads. It also tells users why a document is not in the store.
 
 mod decided;
+mod marks;
 mod table;
 #[cfg(test)]
 mod tests;

@@ -9,7 +9,7 @@ use contract::{Fault, Result};
 use store::FileRecord;
 use store::disk::{self, AtomicFile};
 
-use super::table::Marks;
+use super::marks::Marks;
 use crate::corpus::Corpus;
 use crate::dedup::components::Components;
 use crate::dedup::repeats::{self, Texts};
@@ -59,7 +59,8 @@ pub(crate) fn disk_bytes(step: &Compare, documents: u64, text_bytes: u64) -> u64
 pub(crate) fn memory_bytes(step: &Compare) -> u64 {
     match step {
         Compare::Repeats(step) => MEMORY.max(repeats::FACTOR.saturating_mul(step.partition_bytes)),
-        _ => MEMORY,
+        Compare::Exact(_) | Compare::Near(_) => MEMORY,
+        Compare::Decontaminate(_) => 0,
     }
 }
 

@@ -16,14 +16,19 @@ use crate::testing::Workbench;
 
 const BANDS: u64 = 3;
 
-/// Numbers of the steps: of one document, of equal ones, of alike ones and of pieces.
-const STEPS: [usize; 4] = [0, 1, 2, 3];
+/// The steps by number: two that drop a document on its own, and those that compare.
+const SHORT: usize = 0;
+const EXACT: usize = 1;
+const LONG: usize = 2;
+const NEAR: usize = 3;
+const REPEATS: usize = 4;
 
 fn corpus(bench: &Workbench, across: [bool; 2]) -> Corpus {
     let [exact, near] = across;
     let steps = format!(
         "[[prepare]]\nstep = \"length\"\nmin_words = 1\n\
          [[prepare]]\nstep = \"exact-duplicates\"\nacross = {exact}\n\
+         [[prepare]]\nstep = \"length\"\nmax_words = 9\n\
          [[prepare]]\nstep = \"near-duplicates\"\nbands = {BANDS}\nacross = {near}\n\
          [[prepare]]\nstep = \"repeated-substrings\"\nmin_bytes = 3\npartition_bytes = 40\n"
     );
@@ -31,7 +36,7 @@ fn corpus(bench: &Workbench, across: [bool; 2]) -> Corpus {
     let corpus = Corpus::read(bench.write("corpus.toml", text + &steps)).unwrap();
     let numbers = corpus.sources.iter().map(|source| &source.recipe.steps);
     for steps in numbers {
-        assert_eq!(steps.iter().map(|(number, _)| *number).collect::<Vec<_>>(), STEPS);
+        assert!(steps.iter().map(|(number, _)| *number).eq([SHORT, EXACT, LONG, NEAR, REPEATS]));
     }
     corpus
 }
@@ -41,17 +46,24 @@ fn documents(seed: u64, count: u64) -> Vec<(usize, usize, Observed)> {
     let key = Key::from_seed(seed);
     let document = |n: u64| {
         let pick = |what: u64, of: u64| draw(key.nth(n), Purpose::Generate, what) % of;
-        let dropped = (pick(0, 8) == 0).then_some((STEPS[0] as u8, "length: few words"));
+        let dropped = match pick(0, 12) {
+            0 => Some((SHORT as u8, "length: few words")),
+            1 | 2 => Some((LONG as u8, "length: many words")),
+            _ => None,
+        };
+        let reaches = |number| dropped.is_none_or(|(step, _)| usize::from(step) > number);
         let mut marks = Vec::new();
-        if dropped.is_none() {
+        if reaches(EXACT) {
             let content = u128::from(pick(1, count / 2 + 1));
-            marks.push((STEPS[1], Mark::Content(Digest(content << 64 | content % 3))));
+            marks.push((EXACT, Mark::Content(Digest(content << 64 | content % 3))));
+        }
+        if reaches(NEAR) {
             if pick(2, 6) > 0 {
                 let keys = (0..BANDS).map(|band| pick(3 + band, count + 1)).collect();
-                marks.push((STEPS[2], Mark::Bands(keys)));
+                marks.push((NEAR, Mark::Bands(keys)));
             }
             let text = ["one two", "three", "and one", "", "three two"][pick(9, 5) as usize];
-            marks.push((STEPS[3], Mark::Text(text.to_owned())));
+            marks.push((REPEATS, Mark::Text(text.to_owned())));
         }
         let (source, file) = [(0, 0), (0, 1), (1, 0)][(n * 3 / count) as usize];
         let at = (n / 5) << 40 | n;
@@ -166,7 +178,7 @@ fn regular(n: u64) -> (usize, usize, Observed) {
     let alike = if n % 10 == 5 { n - 5 } else { n };
     let mark = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let content = Mark::Content(Digest(u128::from(mark(content)) << 64));
-    let marks = vec![(STEPS[1], content), (STEPS[2], Mark::Bands(vec![mark(alike), n, n]))];
+    let marks = vec![(EXACT, content), (NEAR, Mark::Bands(vec![mark(alike), n, n]))];
     (0, 0, Observed { at: n, bytes: 0, dropped: None, marks, matches: Vec::new() })
 }
 
