@@ -237,7 +237,8 @@ impl Removed<'_> {
         {
             self.0.next()?;
         }
-        Ok(self.0.peek().is_some_and(|[place, at, ..]| [place, at] == document))
+        let removed = |[place, at, step, ..]: Decision| [place, at] == document && step != SPAN;
+        Ok(self.0.peek().is_some_and(removed))
     }
 }
 

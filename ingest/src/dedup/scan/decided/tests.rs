@@ -55,7 +55,7 @@ fn documents(seed: u64, count: u64) -> Vec<(usize, usize, Observed)> {
         let mut marks = Vec::new();
         if reaches(EXACT) {
             let content = u128::from(pick(1, count / 2 + 1));
-            marks.push((EXACT, Mark::Content(Digest(content << 64 | content % 3))));
+            marks.push((EXACT, Mark::Content(Digest((content << 64) | (content % 3)))));
         }
         if reaches(NEAR) {
             if pick(2, 6) > 0 {
