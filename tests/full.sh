@@ -14,6 +14,11 @@ crashes() {
   FULL=1 cargo test -p trainer --test it -- crashes::
 }
 
+# The dedup scan of 10^7 documents in 64 MiB. One test alone in its process, whose memory is looked at.
+scan() {
+  FULL=1 cargo test -p ingest --lib -- memory_is_bounded_whatever_the_number_of_documents
+}
+
 # What ranks hold, send and lose, in more ways to share the work.
 ranks() {
   FULL=1 cargo test --test it -- memory:: between::
@@ -50,4 +55,4 @@ cases() {
   for crate in mixer loader kernels trainer ingest; do cargo test -p "$crate" --lib --no-fail-fast; done
 }
 
-for section in ${@:-verdicts crashes ranks trackers package}; do "$section"; done
+for section in ${@:-verdicts crashes scan ranks trackers package}; do "$section"; done

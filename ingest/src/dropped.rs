@@ -284,20 +284,24 @@ impl List {
 /// By file, group and row of a duplicate, the document that was kept.
 pub(crate) type Firsts = BTreeMap<(usize, Option<u32>, u64), Kept>;
 
-/// Cuts the list at `path` by the inputs of consecutive parts, renumbered from the first file of each. The results do
-/// not say which document was kept: no encoded byte depends on it.
-pub(crate) fn cut(path: &Path, parts: &[&PartInputs]) -> Result<Vec<Vec<u8>>> {
-    let mut cut: Vec<Writer> =
-        parts.iter().map(|_| Writer::new(Vec::new())).collect::<Result<_>>()?;
-    for line in Lines::open(path)? {
-        let line = line?;
-        let number = parts.partition_point(|part| part.are_before(line.file, line.group));
-        let (Some(part), Some(writer)) = (parts.get(number), cut.get_mut(number)) else {
-            return Err(Fault::bug("a list names a file that is not there"));
-        };
-        writer.push(&Line { file: line.file - part.files.start, kept: None, ..line })?;
+/// Cuts the list at `path` by the inputs of consecutive parts, renumbered from the first file of each, into the files
+/// that `create` begins for them. The results do not say which document was kept: no encoded byte depends on it.
+pub(crate) fn cut(
+    path: &Path,
+    parts: &[&PartInputs],
+    mut create: impl FnMut(usize) -> Result<AtomicFile>,
+) -> Result<()> {
+    let mut lines = Lines::open(path)?;
+    let mut next = lines.next().transpose()?;
+    for (number, part) in parts.iter().enumerate() {
+        let mut writer = Writer::new(create(number)?)?;
+        while let Some(line) = next.take_if(|line| !part.are_before(line.file, line.group)) {
+            writer.push(&Line { file: line.file - part.files.start, kept: None, ..line })?;
+            next = lines.next().transpose()?;
+        }
+        writer.finish()?.commit()?;
     }
-    cut.into_iter().map(Writer::finish).collect()
+    next.map_or(Ok(()), |_| Err(Fault::bug("a list names a file that is not there")))
 }
 
 /// Calls `take` with every line of a store, and its source.

@@ -10,8 +10,11 @@ use crate::assembly;
 use crate::assembly::pipeline::{Encoding, Item, Step, step};
 use crate::corpus::{Corpus, PartInputs, Source, SourceFile, stops};
 use crate::cuts;
+use crate::dedup;
 use crate::dropped::List;
 use crate::prepared::Prepared;
+use crate::recipe;
+use crate::recipe::compare::Compare;
 use crate::tokenize::Engine;
 use crate::tokenize::audit::Wanted;
 use crate::walk::Walk;
@@ -64,6 +67,8 @@ pub struct Forecast {
     pub part_bytes: u64,
     /// About how many bytes the store takes.
     pub store_bytes: u64,
+    /// About how many bytes the dedup scan takes on the disk, at most, while it decides.
+    pub scan_bytes: u64,
     /// Workers.
     pub workers: u64,
     /// Memory with these workers, besides that of long records.
@@ -80,7 +85,7 @@ pub fn forecast(corpus: &Corpus, engine: Option<Engine>, workers: usize) -> Resu
     let (parts, part_bytes) = cuts::parts(corpus)?;
     let tools = assembly::tools(corpus, &tokenizer, &head)?;
     let wanted = Wanted::default();
-    let mut sources = Vec::new();
+    let (mut sources, mut scan_bytes) = (Vec::new(), 0u64);
     for (number, source) in corpus.sources.iter().enumerate() {
         let sizes = source.files.iter().map(SourceFile::size).collect::<Result<Vec<_>>>()?;
         let mut sample = Sample::default();
@@ -98,34 +103,45 @@ pub fn forecast(corpus: &Corpus, engine: Option<Engine>, workers: usize) -> Resu
             sample.file(&only, &encoding, sizes[file])?;
         }
         let bytes: u64 = sizes.iter().sum();
+        let documents = sample.of_all(sample.documents, bytes);
+        let text_bytes = sample.of_all(sample.text_bytes, bytes);
+        let scan = compared(source).map(|step| dedup::disk_bytes(step, documents, text_bytes));
+        scan_bytes = scan.fold(scan_bytes, u64::saturating_add);
         sources.push(SourceForecast {
             source: source.name.clone(),
             files: sizes.len() as u64,
             bytes,
             parts: parts.iter().filter(|part| part.source == number).count() as u64,
             sampled_bytes: sample.bytes,
-            documents: sample.of_all(sample.documents, bytes),
+            documents,
             tokens: sample.of_all(sample.tokens, bytes),
             sampled_dropped: sample.dropped,
-            compared: is_compared(source),
+            compared: source.recipe.scanned() > 0,
         });
     }
     let workers = workers.clamp(1, crate::WORKERS_MAX) as u64;
     let each = |source: &SourceForecast| {
         source.tokens * u64::from(tokenizer.token_bytes()) + source.documents * DOCUMENT_BYTES
     };
+    let scan_memory = corpus.sources.iter().flat_map(compared).map(dedup::memory_bytes).max();
+    let memory = workers * WORKER_BYTES + scan_memory.unwrap_or(0);
     Ok(Forecast {
         part_bytes,
         store_bytes: sources.iter().map(each).sum(),
+        scan_bytes,
         sources,
         workers,
-        memory_bytes: storage::process::resident().0.saturating_add(workers * WORKER_BYTES),
+        memory_bytes: storage::process::resident().0.saturating_add(memory),
         max_document_bytes: corpus.max_document_bytes,
     })
 }
 
-fn is_compared(source: &Source) -> bool {
-    source.recipe.scanned() > 0
+/// The steps that compare documents of a source.
+fn compared(source: &Source) -> impl Iterator<Item = &Compare> {
+    source.recipe.steps.iter().filter_map(|(_, step)| match step {
+        recipe::Step::Compare(step) => Some(step),
+        _ => None,
+    })
 }
 
 /// At most [`FILES`] of so many files, evenly spread.
@@ -140,6 +156,7 @@ struct Sample {
     bytes: u64,
     documents: u64,
     tokens: u64,
+    text_bytes: u64,
     dropped: u64,
 }
 
@@ -159,6 +176,7 @@ impl Sample {
                     Item::Document(document) => {
                         file.documents += 1;
                         file.tokens += document.tokens.len() as u64;
+                        file.text_bytes += document.text_bytes;
                     }
                     // A build would stop here.
                     Item::Dropped(dropped) if stops(only, &dropped.reason) => {
@@ -178,6 +196,7 @@ impl Sample {
         self.bytes += file.bytes - first.bytes;
         self.documents += file.documents - first.documents;
         self.tokens += file.tokens - first.tokens;
+        self.text_bytes += file.text_bytes - first.text_bytes;
         Ok(())
     }
 
@@ -216,6 +235,25 @@ mod tests {
             assert_eq!(told.sampled_bytes, told.bytes);
         }
         assert_eq!(told.sources.len(), manifest.sources.len());
+    }
+
+    /// Steps that compare take memory that does not depend on the documents, and disk that does.
+    #[test]
+    fn a_forecast_has_the_memory_and_the_disk_of_the_scan() {
+        let of = |documents, steps: &str| {
+            let bench = Workbench::new(documents);
+            let text = std::fs::read_to_string(bench.corpus("")).unwrap() + steps;
+            let corpus = Corpus::read(bench.write("corpus.toml", text)).unwrap();
+            let Forecast { scan_bytes, memory_bytes, .. } = forecast(&corpus, None, 1).unwrap();
+            (scan_bytes, memory_bytes >> 20)
+        };
+        let near = "[[prepare]]\nstep = \"near-duplicates\"\n";
+        let (none, few, more) = (of(60, ""), of(60, near), of(600, near));
+        assert!(none.0 == 0 && few.0 > 0 && more.0 == 10 * few.0, "{none:?} {few:?} {more:?}");
+        // The rest of the process differs by less.
+        for with in [few, more] {
+            assert!((none.1 + 200..none.1 + 400).contains(&with.1), "{none:?} {with:?}");
+        }
     }
 
     /// A record at which a build would stop stops this too; where it would be dropped, it is counted.

@@ -49,9 +49,9 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
         return Ok(());
     }
     let folder = result::scratch(&plan.folder(), "decided")?;
-    let bands = folder.join(".bands");
-    disk::create_folder(&bands)?;
-    let mut gathered = Gathered::new(&plan.corpus, &folder, &bands)?;
+    let scratch = folder.join(".scratch");
+    disk::create_folder(&scratch)?;
+    let mut gathered = Gathered::new(&plan.corpus, &folder, &scratch)?;
     let mut progress = Progress::new("decide", Measure::Count("part"), results.len() as u64, quiet);
     for (task, result) in plan.tasks_of(Stage::Scan).into_iter().zip(&results) {
         gather(plan, task, result, &mut gathered)?;
@@ -59,7 +59,7 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     }
     drop(progress);
     let scan = meanwhile("decide", "comparing documents", || gathered.decide())?;
-    disk::remove(&bands)?;
+    disk::remove(&scratch)?;
     cut_lists(
         plan,
         &folder,
@@ -79,16 +79,13 @@ fn cut_lists(plan: &Plan, folder: &Path, mut progress: Progress) -> Result<()> {
             continue;
         }
         let tasks = plan.text.tasks.iter().enumerate().filter(|(_, part)| part.source == number);
-        let (tasks, parts): (Vec<_>, Vec<_>) = tasks.unzip();
-        let lists = cut(&folder.join(&source.name).join(REMOVED), &parts)?;
-        for (task, list) in tasks.into_iter().zip(lists) {
-            let name = plan.list(task);
+        let (tasks, parts): (Vec<usize>, Vec<_>) = tasks.unzip();
+        cut(&folder.join(&source.name).join(REMOVED), &parts, |number| {
+            let name = plan.list(tasks[number]);
             let name = name.file_name().ok_or_else(|| Fault::bug("a list without a name"))?;
-            let mut file = AtomicFile::create(&folder.join(name))?;
-            file.put(&list)?;
-            file.commit()?;
             progress.add(1);
-        }
+            AtomicFile::create(&folder.join(name))
+        })?;
     }
     Ok(())
 }
@@ -142,7 +139,8 @@ fn gather(
                 if known.is_none() || file >= range.end {
                     return Err(part.damaged("it holds what its task cannot give"));
                 }
-                gathered.document(*source, file, observed)?;
+                let place = || plan.cache.part(result.part).display().to_string();
+                gathered.document(*source, file, observed).map_err(|fault| fault.or_at(place))?;
             }
             Entry::FileEnd((_, identity)) => {
                 gathered.end(*source, identity);

@@ -70,37 +70,9 @@ impl Functions {
     }
 }
 
-/// Documents joined into components; each is identified by its least member.
-pub(crate) struct Components(Vec<u32>);
-
-impl Components {
-    /// Every document is a component of its own.
-    pub(crate) fn new(count: u32) -> Self {
-        Components((0..count).collect())
-    }
-
-    /// The least member of a document's component.
-    pub(crate) fn least(&mut self, mut document: u32) -> u32 {
-        while self.0[document as usize] != document {
-            let above = self.0[document as usize];
-            self.0[document as usize] = self.0[above as usize];
-            document = above;
-        }
-        document
-    }
-
-    /// Joins two components.
-    pub(crate) fn join(&mut self, a: u32, b: u32) {
-        let (a, b) = (self.least(a), self.least(b));
-        self.0[a.max(b) as usize] = a.min(b);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-
-    use proptest::prelude::*;
 
     use super::*;
 
@@ -169,28 +141,5 @@ mod tests {
         assert_eq!(bands(" ... "), None);
         assert!(Near { rows: 0, ..Near::default() }.check().is_err());
         assert!(Near { bands: 4097, rows: 1, ..Near::default() }.check().is_err());
-    }
-
-    proptest! {
-        #[test]
-        fn components_are_those_of_a_search(edges in prop::collection::vec((0u32..30, 0u32..30), 0..40)) {
-            let mut components = Components::new(30);
-            for (a, b) in &edges {
-                components.join(*a, *b);
-            }
-            for start in 0..30 {
-                let (mut seen, mut open) = (BTreeSet::from([start]), vec![start]);
-                while let Some(next) = open.pop() {
-                    for (a, b) in &edges {
-                        for (from, to) in [(a, b), (b, a)] {
-                            if *from == next && seen.insert(*to) {
-                                open.push(*to);
-                            }
-                        }
-                    }
-                }
-                prop_assert_eq!(Some(&components.least(start)), seen.first());
-            }
-        }
     }
 }

@@ -13,10 +13,8 @@
 //! a run that contains a NUL is never compared: `clean` removes NULs.) The texts of a partition are sorted together, in
 //! about 12 bytes of memory per byte of text: memory is bounded by `partition_bytes`, or by one longer document,
 //! whatever the size of the corpus. Runs are compared only within a partition. Partitions are filled in the order of
-//! the store, independently of workers or tasks. The texts are on disk meanwhile; 8 bytes for each document and for
-//! each removed piece stay in memory.
+//! the store, independently of workers or tasks. The texts and the removed pieces are on disk meanwhile.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Write as _};
 use std::path::PathBuf;
@@ -25,6 +23,8 @@ use contract::{Fault, Ratio, Result};
 use store::disk::OutputFile;
 use suffix::SuffixTable;
 
+use super::Doc;
+use super::sorter::{Scratch, Writer};
 use crate::recipe::compare::Repeats;
 use crate::spans::Span;
 
@@ -34,6 +34,9 @@ pub(crate) const REASON: &str = "repeated-substrings: of an earlier place";
 /// Why a document is removed of which nothing is left.
 pub(crate) const EMPTIED: &str = "repeated-substrings: nothing left";
 
+/// Bytes of memory per byte of the texts that are compared at a time.
+pub(super) const FACTOR: u64 = 12;
+
 /// Separates texts.
 const BETWEEN: char = '\0';
 
@@ -42,56 +45,57 @@ pub(super) struct Texts {
     path: PathBuf,
     file: BufWriter<OutputFile>,
     /// Each document with the size of its text.
-    documents: Vec<(u32, u32)>,
+    documents: Writer<3>,
 }
 
 impl Texts {
-    /// No texts yet; they will be written to `path`.
-    pub(super) fn create(path: PathBuf) -> Result<Self> {
-        let file = OutputFile::create(&path)?;
-        Ok(Texts { path, file: BufWriter::new(file), documents: Vec::new() })
+    /// No texts yet.
+    pub(super) fn create(scratch: &Scratch) -> Result<Self> {
+        let path = scratch.path();
+        let file = BufWriter::new(OutputFile::create(&path)?);
+        Ok(Texts { path, file, documents: scratch.writer()? })
     }
 
     /// The next document's text.
-    pub(super) fn push(&mut self, document: u32, text: &str) -> Result<()> {
-        let bytes = u32::try_from(text.len()).ok().filter(|bytes| *bytes < i32::MAX as u32);
-        let bytes = bytes.ok_or_else(|| {
-            Fault::usage("a document is too long for `repeated-substrings`")
-                .found(format!("{} bytes", text.len()))
-                .wanted("less than 2 GiB: set `max_document_bytes`")
-        })?;
-        self.documents.push((document, bytes));
+    pub(super) fn push(&mut self, [place, at]: Doc, text: &str) -> Result<()> {
+        let bytes = text.len() as u64;
+        if bytes >= i32::MAX as u64 {
+            return Err(Fault::usage("a document is too long for `repeated-substrings`")
+                .found(format!("{bytes} bytes"))
+                .wanted("less than 2 GiB: set `max_document_bytes`"));
+        }
+        self.documents.push([place, at, bytes])?;
         let written = self.file.write_all(text.as_bytes());
         written.map_err(|error| Fault::io("write", &self.path, &error))
     }
 
-    /// The removed spans, by document. `own` lists the remaining candidates, each with its group: documents are
-    /// compared within a group.
+    /// Calls `found` with the removed spans, by document. `own` gives the group of a document if it is a candidate:
+    /// documents are compared within a group.
     pub(super) fn decide(
         self,
         step: &Repeats,
-        own: impl Fn(u32) -> Option<usize>,
-    ) -> Result<BTreeMap<u32, Vec<Span>>> {
+        mut own: impl FnMut(Doc) -> Result<Option<usize>>,
+        mut found: impl FnMut(Doc, Span) -> Result<()>,
+    ) -> Result<()> {
         let Texts { path, file, documents } = self;
         file.into_inner().map_err(|error| Fault::io("write", &path, error.error()))?;
         let file = File::open(&path).map_err(|error| Fault::io("read", &path, &error))?;
-        let mut reader = BufReader::new(file);
-        let (mut found, mut partition, mut of) = (BTreeMap::new(), Partition::default(), None);
-        for (document, bytes) in documents {
+        let (mut reader, mut documents) = (BufReader::new(file), documents.finish()?.read()?);
+        let (mut partition, mut of) = (Partition::default(), None);
+        while let Some([place, at, bytes]) = documents.next()? {
             let mut text = vec![0; bytes as usize];
             reader.read_exact(&mut text).map_err(|error| Fault::io("read", &path, &error))?;
             let text =
                 String::from_utf8(text).map_err(|_| Fault::bug("a text changed on the disk"))?;
-            let Some(group) = own(document) else { continue };
+            let Some(group) = own([place, at])? else { continue };
             let full = (partition.text.len() + text.len()) as u64 > step.partition_bytes;
             if full || of.is_some_and(|of| of != group) {
-                std::mem::take(&mut partition).decide(step, &mut found);
+                std::mem::take(&mut partition).decide(step, &mut found)?;
             }
             of = Some(group);
-            partition.push(document, &text);
+            partition.push([place, at], &text);
         }
-        partition.decide(step, &mut found);
-        Ok(found)
+        partition.decide(step, &mut found)
     }
 }
 
@@ -100,18 +104,18 @@ impl Texts {
 struct Partition {
     text: String,
     /// Each document with the range of its text.
-    documents: Vec<(u32, std::ops::Range<usize>)>,
+    documents: Vec<(Doc, std::ops::Range<usize>)>,
 }
 
 impl Partition {
-    fn push(&mut self, document: u32, text: &str) {
+    fn push(&mut self, document: Doc, text: &str) {
         let start = self.text.len();
         self.text.push_str(text);
         self.documents.push((document, start..self.text.len()));
         self.text.push(BETWEEN);
     }
 
-    fn decide(self, step: &Repeats, found: &mut BTreeMap<u32, Vec<Span>>) {
+    fn decide(self, step: &Repeats, found: &mut impl FnMut(Doc, Span) -> Result<()>) -> Result<()> {
         let least = step.min_bytes as usize;
         let places = places(&self.text, least);
         for (document, range) in self.documents {
@@ -120,10 +124,11 @@ impl Partition {
                 Some(share) => joined(pieces, share),
                 None => pieces.into_iter().map(|piece| (piece.start, piece.end)).collect(),
             };
-            if !spans.is_empty() {
-                found.insert(document, spans.iter().map(|(a, b)| (*a as u32, *b as u32)).collect());
+            for (start, end) in spans {
+                found(document, (start as u32, end as u32))?;
             }
         }
+        Ok(())
     }
 }
 

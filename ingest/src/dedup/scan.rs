@@ -1,10 +1,12 @@
 //! The dedup scan: one pass over the inputs before the build, if a step compares documents.
 //!
 //! Workers run each document through the steps up to the last one that compares, and pass on, in input order, what that
-//! step needs: a digest, a signature, matches. Then the steps are decided in order: a document that one removes is not
-//! a candidate for the next. The result is a list of removed documents, next to the parts, which the build reads. It
-//! also tells users why a document is not in the store.
+//! step needs: a digest, a signature, matches. This is kept on disk. Then the steps are decided in order: a document
+//! that one removes is not a candidate for the next. The result is a list of removed documents, next to the parts,
+//! which the build reads. It also tells users why a document is not in the store.
 
+mod decided;
+mod marks;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -15,9 +17,11 @@ use contract::{Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::{FileRecord, SourceRecord};
 
+pub(crate) use self::decided::{disk_bytes, memory_bytes};
 use self::table::Table;
 use super::matches;
 use super::observe::{Observed, Observer};
+use super::sorter::{BUDGET, Scratch};
 use super::tools::Tools;
 use crate::corpus::Corpus;
 use crate::dropped::{self, REMOVED};
@@ -96,9 +100,9 @@ pub(crate) struct Gathered<'a> {
 }
 
 impl<'a> Gathered<'a> {
-    /// An empty table. The lists are written to `store`; `scratch` is a temporary folder.
+    /// Nothing yet. The lists are written to `store`; `scratch` is an empty, temporary folder.
     pub(crate) fn new(corpus: &'a Corpus, store: &'a Path, scratch: &Path) -> Result<Self> {
-        let table = Table::new(corpus, scratch)?;
+        let table = Table::new(corpus, Scratch::new(scratch, BUDGET))?;
         let inputs = corpus.sources.iter().map(|_| Vec::new()).collect();
         Ok(Gathered { corpus, store, table, matches: matches::Writer::new(corpus, store)?, inputs })
     }
@@ -120,9 +124,8 @@ impl<'a> Gathered<'a> {
     }
 
     /// Decides which documents are removed, and writes the lists.
-    pub(crate) fn decide(mut self) -> Result<Scan> {
-        self.table.decide(self.corpus)?;
-        let mut files = self.table.write(self.corpus, self.store)?;
+    pub(crate) fn decide(self) -> Result<Scan> {
+        let mut files = self.table.decide(self.corpus)?.write(self.corpus, self.store)?;
         for (files, matches) in files.iter_mut().zip(self.matches.finish()?) {
             files.extend(matches);
         }

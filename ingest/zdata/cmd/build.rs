@@ -209,8 +209,8 @@ fn dry_run(corpus: &Corpus, json: bool, engine: Option<Engine>, workers: usize) 
 
 /// A forecast as text.
 fn shown(forecast: &Forecast) -> String {
-    let Forecast { sources, part_bytes, store_bytes, workers, memory_bytes, max_document_bytes } =
-        forecast;
+    let Forecast { sources, part_bytes, store_bytes, workers, .. } = forecast;
+    let Forecast { scan_bytes, memory_bytes, max_document_bytes, .. } = forecast;
     let mut text = String::new();
     for SourceForecast {
         source,
@@ -242,6 +242,10 @@ fn shown(forecast: &Forecast) -> String {
     text +=
         &format!("parts: {parts}, of about {part_bytes} (part_bytes), or one file or row group\n");
     text += &format!("store: about {store}\n");
+    if *scan_bytes > 0 {
+        let scan = words::bytes(*scan_bytes);
+        text += &format!("dedup scan: at most about {scan} on the disk while it decides\n");
+    }
     text += &format!(
         "memory: at most {memory} with {workers}, and {RECORD_FACTOR} times the longest record that each of them \
          reads (max_document_bytes allows {record})\n"

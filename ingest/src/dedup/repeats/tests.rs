@@ -47,12 +47,17 @@ fn by_search(texts: &[String], least: usize) -> Vec<Vec<bool>> {
 /// What is removed of each text, with the step's partitions.
 fn decided(texts: &[String], step: &Repeats) -> Vec<Vec<Span>> {
     let folder = tempfile::tempdir().unwrap();
-    let mut all = Texts::create(folder.path().join("texts")).unwrap();
+    let mut all = Texts::create(&Scratch::new(folder.path(), 0)).unwrap();
     for (number, text) in texts.iter().enumerate() {
-        all.push(number as u32, text).unwrap();
+        all.push([7, number as u64], text).unwrap();
     }
-    let mut found = all.decide(step, |_| Some(0)).unwrap();
-    (0..texts.len() as u32).map(|number| found.remove(&number).unwrap_or_default()).collect()
+    let mut found = vec![Vec::new(); texts.len()];
+    let take = |[_, number]: Doc, span| {
+        found[number as usize].push(span);
+        Ok(())
+    };
+    all.decide(step, |_| Ok(Some(0)), take).unwrap();
+    found
 }
 
 fn step(min_bytes: u64, bookend: Option<Ratio>) -> Repeats {
