@@ -94,8 +94,7 @@ fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
         |place, _| drop(Store::open(place).unwrap().tokenizer().unwrap()),
         |place, manifest| {
             let source = &manifest.sources[0];
-            let found = verify_stream(place, manifest, source, Split::Train, &|_| ()).unwrap();
-            assert_eq!(found, []);
+            assert_eq!(verified(place, manifest, source, Split::Train), []);
         },
         |place, manifest| {
             let stream = Store::open(place).unwrap().stream(0, Split::Train);
