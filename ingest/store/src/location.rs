@@ -40,7 +40,7 @@ impl IdentityKind {
     pub fn name(self) -> &'static str {
         match self {
             IdentityKind::Whole => "whole",
-            IdentityKind::RowGroups => "row groups",
+            IdentityKind::RowGroups => "row groups, empty ones too",
             IdentityKind::RecordBatches => "record batches",
         }
     }
