@@ -4,11 +4,15 @@
 use contract::{Digest, Result};
 
 use crate::corpus::{Corpus, PartInputs, SourceFile};
+use crate::parallel::{self, Map};
 use crate::progress::meanwhile;
 use crate::source::Layout;
 
 /// The limit on parts, where the sources allow it.
 pub(crate) const PARTS_MAX: usize = 1 << 14;
+
+/// Files that are looked into at the same time: in a bucket each takes some round trips.
+const SIDES: usize = 16;
 
 /// A file to be cut: its size, and its layout if it has one and is too large for a part.
 struct Sized {
@@ -19,19 +23,14 @@ struct Sized {
 /// Cuts every source into the inputs of parts of its store; also the bytes of a part that this took.
 pub(crate) fn parts(corpus: &Corpus) -> Result<(Vec<PartInputs>, u64)> {
     let mut bytes = corpus.part_bytes.max(1);
-    let sized = |file: &SourceFile| {
-        let size = file.size()?;
-        let layout = (size > bytes).then(|| Layout::of(&file.path, file.format)).transpose()?;
-        Ok(Sized { bytes: size, layout: layout.flatten() })
-    };
-    let sources = meanwhile("corpus", "looking where large inputs may be cut", || {
-        let of = |files: &Vec<SourceFile>| files.iter().map(sized).collect::<Result<Vec<_>>>();
-        corpus.sources.iter().map(|source| of(&source.files)).collect::<Result<Vec<_>>>()
-    })?;
+    let sizes =
+        meanwhile("corpus", "looking where large inputs may be cut", || sizes(corpus, bytes))?;
     loop {
-        let mut parts = Vec::new();
-        for (number, (source, sized)) in corpus.sources.iter().zip(&sources).enumerate() {
-            cut(number, &source.files, sized, bytes, &mut parts);
+        let (mut parts, mut rest) = (Vec::new(), sizes.as_slice());
+        for (number, source) in corpus.sources.iter().enumerate() {
+            let (own, others) = rest.split_at(source.files.len());
+            cut(number, &source.files, own, bytes, &mut parts);
+            rest = others;
         }
         if parts.len() <= PARTS_MAX.max(corpus.sources.len()) || bytes == u64::MAX {
             return Ok((parts, bytes));
@@ -39,6 +38,29 @@ pub(crate) fn parts(corpus: &Corpus) -> Result<(Vec<PartInputs>, u64)> {
         // By doubling, so that a corpus that grows a little is cut at the same files.
         bytes = bytes.saturating_mul(2);
     }
+}
+
+/// All files of the corpus, in order; of those above `bytes`, the layout.
+fn sizes(corpus: &Corpus, bytes: u64) -> Result<Vec<Sized>> {
+    let mut files = corpus.sources.iter().flat_map(|source| &source.files);
+    let sides = files.clone().count().min(SIDES);
+    let sized = |(): &mut (), file: &SourceFile| {
+        let size = file.size()?;
+        let layout = (size > bytes).then(|| Layout::of(&file.path, file.format)).transpose()?;
+        Ok(Sized { bytes: size, layout: layout.flatten() })
+    };
+    let map = Map { begin: || (), map: sized, place: |file: &&SourceFile| file.shown.clone() };
+    let mut all = Vec::new();
+    parallel::run(
+        sides,
+        || Ok(files.next()),
+        map,
+        |sized| {
+            all.push(sized);
+            Ok(())
+        },
+    )?;
+    Ok(all)
 }
 
 /// Cuts the files of a source into ranges of at most `bytes`, and larger files into groups. Each cut depends only on

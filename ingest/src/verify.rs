@@ -1,11 +1,11 @@
-//! `zdata verify`: checks the whole store, several streams in parallel.
+//! `zdata verify`: checks the whole store, several parts of its streams in parallel.
 
 use std::path::Path;
 
 use contract::Result;
 use rayon::prelude::*;
 use store::folder::StoreFile;
-use store::verify::{self, Damage, flaw};
+use store::verify::{self, Damage, StreamCheck, flaw};
 use store::{FileRecord, Location, Manifest, SourceRecord, Split, open};
 
 use crate::assembly::request;
@@ -49,7 +49,9 @@ pub fn verify(store: impl Into<Location>, quiet: bool) -> Result<Report> {
     }
     let found: Vec<Vec<Damage>> = progress.during(|passed| {
         let check = |(source, split): &(&SourceRecord, Split)| {
-            verify::verify_stream(store, &manifest, source, *split, passed)
+            let check = StreamCheck::new(store, &manifest, source, *split);
+            let parts = check.parts().into_par_iter().map(|shards| check.part(shards, passed));
+            check.damages(parts.collect::<Result<_>>()?)
         };
         let found = streams.par_iter().map(check).collect::<Result<Vec<_>>>()?;
         let lists = manifest.sources.iter().map(|source| damaged_lists(store, source, passed));
@@ -63,23 +65,21 @@ pub fn verify(store: impl Into<Location>, quiet: bool) -> Result<Report> {
 fn damaged_lists(
     store: &Location,
     source: &SourceRecord,
-    passed: &dyn Fn(u64),
+    passed: &(dyn Fn(u64) + Sync),
 ) -> Result<Vec<Damage>> {
-    let damage = |file: StoreFile, path: String, record: &FileRecord| {
-        let what = flaw(&file, record, passed)?;
-        Ok(what.map(|what| Damage { file: path, what, block: None, documents: None }))
-    };
     let of_parts = (0..).zip(&source.parts).filter_map(|(part, record)| {
         let record = record.dropped_file.as_ref()?;
-        let file = open::part_file(store, &source.name, part, &record.name);
         let path = open::part_folder(Path::new(""), &source.name, part).join(&record.name);
-        damage(file, path.display().to_string(), record).transpose()
+        Some((path.display().to_string(), record))
     });
-    let others = source.lists().filter_map(|record| {
-        let file = StoreFile::new(store, &[&source.name, &record.name]);
-        damage(file, format!("{}/{}", source.name, record.name), record).transpose()
-    });
-    of_parts.chain(others).collect()
+    let others = source.lists().map(|record| (format!("{}/{}", source.name, record.name), record));
+    let lists: Vec<(String, &FileRecord)> = of_parts.chain(others).collect();
+    let damage = |(file, record): (String, &FileRecord)| {
+        let what = flaw(&StoreFile::new(store, &[&file]), record, passed)?;
+        Ok(what.map(|what| Damage { file, what, block: None, documents: None }))
+    };
+    let found = lists.into_par_iter().map(damage).collect::<Result<Vec<_>>>()?;
+    Ok(found.into_iter().flatten().collect())
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The batch of a step, or a rank's part.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use contract::{Digest, Hasher, Result};
 use mixer::{DataPlan, SampleSpec, StepSpec};
@@ -206,31 +207,74 @@ pub struct RowLabels {
     pub labels: u64,
 }
 
-/// Summarizes step `step` with at most `held` tokens (at least one row) in memory at a time, however large the step is.
-/// `memory` allocates for a number of tokens.
-pub fn summary_of(
-    plan: &DataPlan,
-    stores: &Stores,
+/// Rows of a step that are read together to be summarized.
+pub(crate) struct Piece {
+    plan: Arc<DataPlan>,
     step: u64,
-    held: u64,
-    memory: impl Fn(usize) -> Result<Box<dyn BatchMemory>>,
-) -> Result<StepSummary> {
-    let StepSpec { batch, seq_len, .. } = plan.step(step)?;
-    let piece = (held / u64::from(seq_len)).max(1);
-    let (mut sequences, mut rows) = (Vec::new(), Vec::new());
-    let mut first = 0;
-    while first < batch {
-        let end = batch.min(first.saturating_add(piece));
-        let part = rows_in(plan, stores, step, first..end, &memory)?;
-        let mask = part.columns().mask;
-        rows.extend((0..).zip(&part.samples).map(|(row, sample)| {
-            let labels = part.row(mask, row).iter().map(|label| u64::from(*label)).sum();
-            RowLabels { source: sample.source, labels }
-        }));
-        sequences.extend(part.sequences);
-        first = end;
+    rows: Range<u64>,
+    is_last: bool,
+}
+
+/// What a piece comes to.
+pub(crate) struct PieceSummary {
+    step: u64,
+    is_last: bool,
+    sequences: Vec<Digest>,
+    rows: Vec<RowLabels>,
+}
+
+impl Piece {
+    /// The pieces of a step, in order: each of at most `held` tokens (at least one row), however large the step is.
+    pub(crate) fn all(
+        plan: Arc<DataPlan>,
+        step: u64,
+        held: u64,
+    ) -> Result<impl Iterator<Item = Piece>> {
+        let StepSpec { batch, seq_len, .. } = plan.step(step)?;
+        let rows = (held / u64::from(seq_len)).max(1);
+        let count = batch.div_ceil(rows).max(1);
+        Ok((0..count).map(move |number| {
+            let rows = number * rows..batch.min((number + 1).saturating_mul(rows));
+            Piece { plan: Arc::clone(&plan), step, rows, is_last: number + 1 == count }
+        }))
     }
-    Ok(StepSummary { step, digest: step_digest([sequences.as_slice()]), rows })
+
+    /// Summarizes it, in memory that `memory` allocates for a number of tokens.
+    pub(crate) fn summary(
+        self,
+        stores: &Stores,
+        memory: impl FnOnce(usize) -> Result<Box<dyn BatchMemory>>,
+    ) -> Result<PieceSummary> {
+        let Piece { plan, step, rows, is_last } = self;
+        let batch = rows_in(&plan, stores, step, rows, memory)?;
+        let mask = batch.columns().mask;
+        let rows = (0..).zip(&batch.samples).map(|(row, sample)| {
+            let labels = batch.row(mask, row).iter().map(|label| u64::from(*label)).sum();
+            RowLabels { source: sample.source, labels }
+        });
+        let rows = rows.collect();
+        Ok(PieceSummary { step, is_last, sequences: batch.sequences, rows })
+    }
+}
+
+impl PieceSummary {
+    /// Adds the next piece of a step to those before it; the summary of the step with the last one.
+    pub(crate) fn join(open: &mut Option<PieceSummary>, next: PieceSummary) -> Option<StepSummary> {
+        let all = match open {
+            None => open.insert(next),
+            Some(all) => {
+                all.is_last = next.is_last;
+                all.sequences.extend(next.sequences);
+                all.rows.extend(next.rows);
+                all
+            }
+        };
+        if !all.is_last {
+            return None;
+        }
+        let PieceSummary { step, sequences, rows, is_last: _ } = open.take()?;
+        Some(StepSummary { step, digest: step_digest([sequences.as_slice()]), rows })
+    }
 }
 
 fn rows_in(

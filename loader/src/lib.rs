@@ -31,7 +31,7 @@ pub mod stores;
 pub mod stream;
 pub mod validation;
 
-pub use batch::{Batch, RowLabels, StepSummary, batch, batch_in, rows, step_digest, summary_of};
+pub use batch::{Batch, RowLabels, StepSummary, batch, batch_in, rows, step_digest};
 pub use growing::{GrowingPlan, PlanFeed};
 pub use infill::{Infill, InfillMode, InfillToken};
 pub use labels::{hidden_by, steps_without_labels, without_labels};

@@ -17,6 +17,9 @@
 //! its event has completed and its batch is dropped. The closure sees the readers' results in step order, one at a
 //! time, and is dropped on its thread.
 //!
+//! Where steps are only summarized, a slot is for some rows of a step, so that readers share a large step, and the last
+//! stage joins them.
+//!
 //! An error is delivered at its step, after all earlier steps, and ends the stream. Dropping the prefetcher at any time
 //! stops and joins all its threads.
 
@@ -28,8 +31,9 @@ use std::thread::{self, JoinHandle};
 use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 
+use crate::batch::{Piece, PieceSummary};
 use crate::growing::PlanFeed;
-use crate::{Batch, BatchMemory, RankSlice, StepSummary, Stores, batch_in, summary_of};
+use crate::{Batch, BatchMemory, RankSlice, StepSummary, Stores, batch_in};
 
 /// Settings that affect only speed, so none has a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,14 +115,28 @@ impl<T: Send + 'static> Prefetcher<T> {
         steps: Range<u64>,
         options: PrefetchOptions,
         make: impl Fn(u64) -> Result<B> + Send + Sync + 'static,
-        last: impl FnMut(B) -> Result<T> + Send + 'static,
+        mut last: impl FnMut(B) -> Result<T> + Send + 'static,
+        begin: impl Fn(String, Work) -> io::Result<JoinHandle<()>>,
+    ) -> Result<Self> {
+        let each = move |batch| last(batch).map(Some);
+        Prefetcher::over_pieces(plan, steps.clone(), steps, options, make, each, begin)
+    }
+
+    /// The same for pieces of the steps, of which only the last one of a step comes to a result.
+    fn over_pieces<P: Send + 'static, B: Send + 'static>(
+        plan: Option<PlanFeed>,
+        steps: Range<u64>,
+        pieces: impl Iterator<Item = P> + Send + 'static,
+        options: PrefetchOptions,
+        make: impl Fn(P) -> Result<B> + Send + Sync + 'static,
+        last: impl FnMut(B) -> Result<Option<T>> + Send + 'static,
         begin: impl Fn(String, Work) -> io::Result<JoinHandle<()>>,
     ) -> Result<Self> {
         let (order, slots) = bounded::<Slot<B>>(options.depth.max(1));
         let (done, ready) = bounded(1);
         let left = steps.end.saturating_sub(steps.start);
         let mut prefetcher = Prefetcher { ready: Some(ready), left, threads: Vec::new(), plan };
-        let next = Arc::new(Mutex::new((steps, order)));
+        let next = Arc::new(Mutex::new((pieces, order)));
         let make = Arc::new(make);
         let mut spawn = |name: String, work: Work| {
             let thread =
@@ -139,13 +157,26 @@ impl<T: Send + 'static> Prefetcher<T> {
 impl Prefetcher<StepSummary> {
     /// The summary of each step. A reader holds at most `held` tokens at a time (at least one row).
     pub fn summaries(ahead: PrefetchSource, held: u64) -> Result<Self> {
+        let pool = Arc::clone(&ahead.stores);
+        Prefetcher::summaries_in(ahead, held, move |tokens| Ok(pool.memory(tokens)))
+    }
+
+    /// The same, in memory that `memory` allocates for a number of tokens.
+    pub fn summaries_in(
+        ahead: PrefetchSource,
+        held: u64,
+        memory: impl Fn(usize) -> Result<Box<dyn BatchMemory>> + Send + Sync + 'static,
+    ) -> Result<Self> {
         let PrefetchSource { plan, stores, steps, options } = ahead;
-        let make = move |step| {
-            let plan = plan.at(step)?;
-            let memory = |tokens| Ok(stores.memory(tokens));
-            summary_of(&plan, &stores, step, held, memory)
-        };
-        Prefetcher::over(None, steps, options, make, Ok, begin)
+        let pieces = steps.clone().flat_map(move |step| {
+            let pieces = plan.at(step).and_then(|plan| Piece::all(plan, step, held));
+            let (pieces, fault) = pieces.map_or_else(|f| (None, Some(f)), |all| (Some(all), None));
+            pieces.into_iter().flatten().map(Ok).chain(fault.map(Err))
+        });
+        let make = move |piece: Result<Piece>| piece?.summary(&stores, &memory);
+        let mut open = None;
+        let last = move |piece| Ok(PieceSummary::join(&mut open, piece));
+        Prefetcher::over_pieces(None, steps, pieces, options, make, last, begin)
     }
 }
 
@@ -157,23 +188,23 @@ fn begin(name: String, work: Work) -> io::Result<JoinHandle<()>> {
     thread::Builder::new().name(name).spawn(work)
 }
 
-/// A reader: takes the next step and its slot until no step is left or the receiver is dropped.
-fn read<B>(
-    next: &Mutex<(Range<u64>, Sender<Slot<B>>)>,
-    make: &(impl Fn(u64) -> Result<B> + ?Sized),
+/// A reader: takes the next piece and its slot until no piece is left or the receiver is dropped.
+fn read<P, B>(
+    next: &Mutex<(impl Iterator<Item = P>, Sender<Slot<B>>)>,
+    make: &(impl Fn(P) -> Result<B> + ?Sized),
 ) {
     loop {
-        let (step, sender) = {
+        let (piece, sender) = {
             // The lock is held while the queue is full: other readers could only wait for it as well.
             let mut next = next.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(step) = next.0.next() else { return };
+            let Some(piece) = next.0.next() else { return };
             let (sender, slot) = bounded(1);
             if next.1.send(slot).is_err() {
                 return;
             }
-            (step, sender)
+            (piece, sender)
         };
-        let made = make(step);
+        let made = make(piece);
         let failed = made.is_err();
         // Sending fails if the stream has ended meanwhile: the batch is not needed any more.
         if sender.send(made).is_err() || failed {
@@ -186,12 +217,12 @@ fn read<B>(
 fn finish<B, T>(
     slots: &Receiver<Slot<B>>,
     done: &Sender<Result<T>>,
-    mut last: impl FnMut(B) -> Result<T>,
+    mut last: impl FnMut(B) -> Result<Option<T>>,
 ) {
     for slot in slots {
         // A reader that panicked drops its slot: report an error at its step instead of waiting forever.
         let made = slot.recv().unwrap_or_else(|_| Err(Fault::bug("a loader thread panicked")));
-        let value = made.and_then(&mut last);
+        let Some(value) = made.and_then(&mut last).transpose() else { continue };
         let failed = value.is_err();
         if done.send(value).is_err() || failed {
             return;

@@ -5,9 +5,9 @@
 //! 0                begin of 1              begin of footer  end
 //! ```
 //!
-//! A group reaches to the begin of the next one, so that padding, filters and indexes after it belong to it. The
-//! identity of such a file is a hash over the SHA-256 of each group and of the footer: parts of a build that read some
-//! groups each hash what they read, and no cut moves the identity.
+//! A group reaches to the begin of the next one, so that padding, filters and indexes after it belong to it; one that
+//! stores nothing begins where it ends. The identity of such a file is a hash over the SHA-256 of each group and of the
+//! footer: parts of a build that read some groups each hash what they read, and no cut moves the identity.
 //!
 //! Invariant: every byte of a file is in exactly one hash. A file without a readable footer, or whose groups do not
 //! follow each other, has no layout: it is not cut, and its identity is the SHA-256 of its bytes.
@@ -124,7 +124,8 @@ impl Layout {
                 start..start.saturating_add(length)
             };
             let groups = metadata.row_groups().iter().map(|group| {
-                let columns = || group.columns().iter().map(range);
+                // A writer gives a column without bytes any offset.
+                let columns = || group.columns().iter().map(range).filter(|one| !one.is_empty());
                 let start = columns().map(|range| range.start).min().unwrap_or_default();
                 start..columns().map(|range| range.end).max().unwrap_or_default()
             });
@@ -155,21 +156,26 @@ impl Layout {
         });
         let groups = groups.unwrap_or_default();
         // What stands between two batches is none of theirs.
-        let follow = groups.windows(2).all(|pair| pair[0].end == pair[1].start);
+        let follow = groups.windows(2).all(|pair| pair[0].end == pair[1].start)
+            && groups.iter().all(|group| !group.is_empty());
         Layout::new(path, pieces, if follow { groups } else { Vec::new() }, footer)
     }
 
-    /// The layout of groups at these places and a footer from byte `footer` on.
+    /// The layout of groups at these places, empty ranges of those without bytes, and a footer from byte `footer` on.
     fn new(
         path: &Path,
         pieces: &Pieces,
         groups: Vec<Range<u64>>,
         footer: u64,
     ) -> Result<Option<Layout>> {
-        let starts = groups.iter().skip(1).map(|group| group.start);
-        let ends: Vec<u64> = starts.chain([footer]).collect();
-        let is_within =
-            |(group, end): (&Range<u64>, &u64)| group.start < group.end && group.end <= *end;
+        let mut next = footer;
+        let ends = groups.iter().rev().map(|group| {
+            let begin = if group.is_empty() { next } else { group.start };
+            std::mem::replace(&mut next, begin)
+        });
+        let mut ends: Vec<u64> = ends.collect();
+        ends.reverse();
+        let is_within = |(group, end): (&Range<u64>, &u64)| group.is_empty() || group.end <= *end;
         let fits = u32::try_from(groups.len()).is_ok() && groups.iter().zip(&ends).all(is_within);
         if groups.is_empty() || !fits {
             return Ok(None);

@@ -212,3 +212,19 @@ fn parts_of_a_cut_file_are_of_one_version() {
     let whole = self::corpus(&bench, 1 << 30, "");
     assert_eq!(manifest.digest, built(&whole, &bench.path("now"), 1).digest);
 }
+
+/// Files are looked into on several threads: the fault is that of the first one all the same.
+#[test]
+fn what_is_wrong_with_inputs_is_said_of_the_first() {
+    let bench = tables();
+    let corpus = Corpus::read(corpus(&bench, 1, "")).unwrap();
+    let wanted = crate::cuts::parts(&corpus).unwrap();
+    assert_eq!(crate::cuts::parts(&corpus).unwrap(), wanted);
+    for name in ["math/b.parquet", "web/d.jsonl", "web/b.arrow"] {
+        fs::remove_file(bench.path(name)).unwrap();
+        for _ in 0..20 {
+            let fault = crate::cuts::parts(&corpus).unwrap_err().to_string();
+            assert!(fault.contains(name), "{fault}");
+        }
+    }
+}

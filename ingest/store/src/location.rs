@@ -10,7 +10,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, Seek as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use contract::{Class, Digest, Fault, Identity, Result};
 
@@ -40,7 +40,7 @@ impl IdentityKind {
     pub fn name(self) -> &'static str {
         match self {
             IdentityKind::Whole => "whole",
-            IdentityKind::RowGroups => "row groups",
+            IdentityKind::RowGroups => "row groups, empty ones too",
             IdentityKind::RecordBatches => "record batches",
         }
     }
@@ -61,6 +61,12 @@ pub struct Object {
     address: Address,
     remote: Arc<dyn Remote>,
 }
+
+/// Size and digest of the bytes that came twice, of each object that did not read right: they are not doubted again.
+#[derive(Default)]
+pub struct Doubts(Mutex<BTreeMap<Address, Arc<Mutex<Known>>>>);
+
+type Known = Option<(u64, Digest)>;
 
 /// Reads and creates objects. Errors are those of files: a missing one is [`io::ErrorKind::NotFound`].
 pub trait Remote: Send + Sync {
@@ -91,6 +97,9 @@ pub trait Remote: Send + Sync {
     fn forget(&self, _object: &Address) -> bool {
         false
     }
+
+    /// What is known of objects that did not read right.
+    fn doubts(&self) -> &Doubts;
 
     /// Creates an object of these bytes atomically. An existing one with these bytes is a success; one with other bytes
     /// is left as it is, which is [`io::ErrorKind::AlreadyExists`].
@@ -332,16 +341,30 @@ impl Location {
     }
 
     /// The fault to report where `copy`, of this file, does not read right (`fault`). If it is damage of an object, the
-    /// object is fetched once more: if other bytes arrive, the copy was at fault, but its bytes may have been used
-    /// already.
+    /// object is fetched once more, but not again for the same bytes: if other bytes arrive, the copy was at fault, but
+    /// its bytes may have been used already.
     pub fn doubt(&self, copy: &LocalFile, fault: Fault) -> Fault {
-        if fault.class() != Class::Data || !self.forget() {
+        let Location::Object(object) = self else { return fault };
+        if fault.class() != Class::Data {
             return fault;
         }
-        let again = self.fetch().and_then(|again| Ok(again.digest()? != copy.digest()?));
-        match again {
-            Ok(false) => fault,
-            Ok(true) => Fault::machine("this object came with other bytes than it has")
+        let Doubts(all) = object.remote.doubts();
+        let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = Arc::clone(all.entry(object.address.clone()).or_default());
+        drop(all);
+        // Parts of a file that are read at the same time wait here for the first of them.
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_its_own = copy.digest().and_then(|found| {
+            if *known == Some(found) || !self.forget() {
+                return Ok(true);
+            }
+            let same = self.fetch()?.digest()? == found;
+            *known = same.then_some(found);
+            Ok(same)
+        });
+        match is_its_own {
+            Ok(true) => fault,
+            Ok(false) => Fault::machine("this object came with other bytes than it has")
                 .at(self.to_string())
                 .found(fault.to_string().lines().next().unwrap_or_default())
                 .hint("run the same command again: it was fetched anew"),

@@ -443,40 +443,32 @@ impl Default for StreamDigest {
 }
 
 impl StreamDigest {
-    /// The chain of the segment to which this document of the open file belongs; none if that segment has ended.
-    pub fn open(&mut self, record: &DocumentRecord) -> Option<&mut Digest> {
-        let segment = record.segment();
-        if segment < self.number {
-            return None;
-        }
-        self.advance(segment);
-        Some(&mut self.open)
-    }
-
     /// Adds the next document of the open file.
     pub fn document(&mut self, tokens: &[u32], record: &DocumentRecord) -> Result<()> {
-        let open = self
-            .open(record)
-            .ok_or_else(|| Fault::bug("a document of a segment that has ended"))?;
-        *open = chain(*open, tokens, record);
+        let segment = record.segment();
+        if segment < self.number {
+            return Err(Fault::bug("a document of a segment that has ended"));
+        }
+        self.skip_to(segment);
+        self.open = chain(self.open, tokens, record);
         Ok(())
     }
 
     /// Adds the next segment of the open file, whose chain is known.
     pub fn segment(&mut self, chain: Digest) {
         self.open = chain;
-        self.advance(self.number + 1);
+        self.skip_to(self.number + 1);
     }
 
     /// Ends the open file, which has this many segments.
     pub fn end_file(&mut self, segments: u64) {
-        self.advance(segments);
+        self.skip_to(segments);
         self.hasher.u64(0);
         self.number = 0;
     }
 
     /// Ends the segments before this one of the open file.
-    fn advance(&mut self, segment: u64) {
+    pub fn skip_to(&mut self, segment: u64) {
         while self.number < segment {
             self.hasher.u64(1).digest(std::mem::take(&mut self.open));
             self.number += 1;

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::manifest::StreamDigest;
-use super::verify::{verify_stream, verify_tokenizer};
+use super::verify::{Damage, StreamCheck, verify_tokenizer};
 use super::write::{ROW_GROUP_DOCUMENTS, ShardWriter, StreamHead, block_offset};
 use super::*;
 use contract::digest::block_sum;
@@ -20,34 +20,45 @@ use contract::{Class, Digest, Identity, Key, Purpose, draw};
 
 /// A store of one source, its train stream in shards of `cuts` documents.
 fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Manifest) {
+    parted(token_bytes, &[cuts], document_tokens)
+}
+
+/// The same in parts.
+fn parted(token_bytes: u32, parts: &[&[u64]], document_tokens: u64) -> (TempDir, Manifest) {
     let folder = tempfile::tempdir().unwrap();
-    let part_folder = open::part_folder(folder.path(), "web", 0);
-    fs::create_dir_all(&part_folder).unwrap();
     let vocab = if token_bytes == 2 { 65_536 } else { 200_000 };
-    let head = StreamHead {
-        folder: part_folder,
-        source: "web".to_owned(),
-        split: Split::Train,
-        token_bytes,
-        vocab,
-        keep: Vec::new(),
-    };
     let (mut stream, mut digest) = (StreamRecord::empty(), StreamDigest::default());
-    for (index, documents) in cuts.iter().enumerate() {
-        let (tokens, first) = (stream.tokens, stream.documents);
-        let mut writer = ShardWriter::create(head.clone(), index, tokens, first).unwrap();
-        for number in first..first + documents {
-            let record = record(number, stream.tokens, document_tokens + number % 5);
-            let tokens = document(number, record.tokens, vocab);
-            writer.push(&tokens, &record).unwrap();
-            if number == PLAIN {
-                digest.end_file(1);
+    let mut records = Vec::new();
+    for (part, cuts) in (0..).zip(parts) {
+        let head = StreamHead {
+            folder: open::part_folder(folder.path(), "web", part),
+            source: "web".to_owned(),
+            split: Split::Train,
+            token_bytes,
+            vocab,
+            keep: Vec::new(),
+        };
+        fs::create_dir_all(&head.folder).unwrap();
+        let DocumentRecord { file: first_file, group, .. } = record(stream.documents, 0, 1);
+        let first_group = group.unwrap_or_default();
+        records.push(PartRecord { first_file, first_group, dropped_file: None });
+        for (index, documents) in cuts.iter().enumerate() {
+            let (tokens, first) = (stream.tokens, stream.documents);
+            let mut writer = ShardWriter::create(head.clone(), index, tokens, first).unwrap();
+            for number in first..first + documents {
+                let mut record = record(number, stream.tokens, document_tokens + number % 5);
+                let tokens = document(number, record.tokens, vocab);
+                if number == PLAIN {
+                    digest.end_file(1);
+                }
+                digest.document(&tokens, &record).unwrap();
+                record.file -= first_file;
+                writer.push(&tokens, &record).unwrap();
+                stream.tokens += record.tokens;
+                stream.documents += 1;
             }
-            digest.document(&tokens, &record).unwrap();
-            stream.tokens += record.tokens;
-            stream.documents += 1;
+            stream.shards.push(ShardRecord { part, ..writer.finish().unwrap() });
         }
-        stream.shards.push(writer.finish().unwrap());
     }
     fs::write(folder.path().join(open::TOKENIZER), "{}").unwrap();
     let plain = stream.documents.min(PLAIN);
@@ -65,7 +76,7 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
     let open = &inputs[usize::from(stream.documents > PLAIN)..];
     open.iter().for_each(|input| digest.end_file(input.segments));
     stream.digest = digest.finish();
-    let manifest = committed(folder.path(), stream, inputs, token_bytes, vocab);
+    let manifest = committed(folder.path(), stream, inputs, records, token_bytes, vocab);
     (folder, manifest)
 }
 
@@ -74,6 +85,7 @@ fn committed(
     folder: &Path,
     train: StreamRecord,
     inputs: Vec<InputRecord>,
+    parts: Vec<PartRecord>,
     token_bytes: u32,
     vocab: u32,
 ) -> Manifest {
@@ -101,7 +113,7 @@ fn committed(
             prepared: None,
             removed_file: None,
             keep: Vec::new(),
-            parts: vec![PartRecord::default()],
+            parts,
         }],
     };
     manifest.digest = manifest.identity();
@@ -142,10 +154,27 @@ fn damages(store: &Path) -> Vec<String> {
     let mut found = verify_tokenizer(store, &manifest).unwrap();
     for source in &manifest.sources {
         for split in Split::ALL {
-            found.extend(verify_stream(store, &manifest, source, split, &|_| ()).unwrap());
+            found.extend(verified(store, &manifest, source, split));
         }
     }
     found.iter().map(ToString::to_string).collect()
+}
+
+/// The damages of a stream: the same ones, by parts or if all its shards are checked one after the other.
+fn verified(
+    store: impl Into<Location>,
+    manifest: &Manifest,
+    source: &SourceRecord,
+    split: Split,
+) -> Vec<Damage> {
+    let check = StreamCheck::new(store, manifest, source, split);
+    let of = |parts: Vec<_>| {
+        let parts = parts.into_iter().map(|shards| check.part(shards, &|_| ()));
+        check.damages(parts.collect::<Result<_, _>>().unwrap()).unwrap()
+    };
+    let found = of(check.parts());
+    assert_eq!(found, of(vec![&source.stream(split).shards[..]]));
+    found
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {
@@ -172,11 +201,20 @@ fn a_store_as_written_is_whole() {
     }
 }
 
+/// Shards of each part; the last parts begin within a segment, where no build cuts.
+const PARTS: [&[&[u64]]; 3] =
+    [&[&[40, 30]], &[&[2], &[1], &[30, 9], &[28]], &[&[1], &[3, 36], &[30]]];
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
-    fn a_flipped_bit_anywhere_is_found_and_its_file_named(file: prop::sample::Index, bit: prop::sample::Index) {
-        let (folder, _) = store(2, &[40, 30], 900);
+    fn a_flipped_bit_anywhere_is_found_and_its_file_named(
+        parts in prop::sample::select(&PARTS[..]),
+        file: prop::sample::Index,
+        bit: prop::sample::Index,
+    ) {
+        let (folder, _) = parted(2, parts, 900);
+        prop_assert_eq!(damages(folder.path()), Vec::<String>::new());
         let files = files(folder.path());
         let path = &files[file.index(files.len())];
         let mut bytes = fs::read(path).unwrap();
@@ -257,7 +295,7 @@ fn missing_short_long_and_swapped_files_are_named() {
 #[test]
 fn lies_that_agree_with_the_digests_of_files_are_found() {
     let edited = |edit: fn(&mut Manifest)| {
-        let (folder, mut manifest) = store(2, &[20, 20], 50);
+        let (folder, mut manifest) = parted(2, &[&[20], &[20, 2], &[3]], 50);
         edit(&mut manifest);
         manifest.digest = manifest.identity();
         open::commit(folder.path(), &manifest).unwrap();
@@ -268,6 +306,12 @@ fn lies_that_agree_with_the_digests_of_files_are_found() {
     assert!(!edited(|manifest| manifest.sources[0].train.digest = Digest(1)).is_empty());
     assert!(!edited(|manifest| manifest.sources[0].train.tokens += 1).is_empty());
     assert!(!edited(|manifest| manifest.sources[0].train.shards.reverse()).is_empty());
+    // A part returns to a file that has ended.
+    let found = edited(|manifest| {
+        let SourceRecord { parts, inputs, .. } = &mut manifest.sources[0];
+        (parts[1].first_file, inputs[0].segments) = (0, 100);
+    });
+    assert!(found.len() == 2 && found[0].contains("has ended"), "{found:?}");
     assert!(!edited(|manifest| manifest.sources[0].inputs.clear()).is_empty());
     assert!(!edited(|manifest| manifest.sources[0].train.shards[0].documents -= 1).is_empty());
 }

@@ -11,18 +11,19 @@ use std::ops::Range;
 
 use crate::documents::Documents;
 use crate::folder::StoreFile;
-use crate::manifest::{Link, StreamDigest};
+use crate::manifest::Link;
 use crate::rows::starts;
 use crate::write::block_offset;
-use crate::{
-    BLOCK_TOKENS, DocumentRecord, FileRecord, InputRecord, Manifest, ShardRecord, SourceRecord,
-    Split, names, open,
-};
+use crate::{BLOCK_TOKENS, FileRecord, Manifest, ShardRecord, SourceRecord, Split, names, open};
 use crate::{Location, regular};
 use contract::digest::block_sum;
 use contract::fault::is_of_the_moment;
-use contract::{Class, Digest, Fault, Identity, Result, counted};
+use contract::{Class, Fault, Identity, Result, counted};
 use serde::Serialize;
+
+use self::segments::{Segment, Segments, digest};
+
+mod segments;
 
 /// One damaged place.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -79,83 +80,105 @@ pub fn unread(file: &Location, error: &io::Error) -> Result<String> {
     }
 }
 
-/// Checks one stream: its files, ids, starts, provenance and digest. Calls `passed` with the bytes that were read. An
-/// error is the machine's: damage is a [`Damage`].
-pub fn verify_stream(
-    store: impl Into<Location>,
-    manifest: &Manifest,
-    source: &SourceRecord,
-    split: Split,
-    passed: &dyn Fn(u64),
-) -> Result<Vec<Damage>> {
-    let stream = source.stream(split);
-    let mut check = Check { store: store.into(), manifest, source, passed, damages: Vec::new() };
-    let (mut segments, mut whole) = (Segments::default(), true);
-    for shard in &stream.shards {
-        if !check.shard(shard, &mut segments)? {
-            // Later shards are still checked, but for the digest the documents of this one are missing.
-            (segments, whole) = (Segments::default(), false);
-        }
-    }
-    let found = segments.finish(&source.inputs);
-    if whole && found != stream.digest {
-        let what = format!("its documents give the digest {found}, not {}", stream.digest);
-        check.tell(format!("{} ({})", source.name, split.name()), what);
-    }
-    Ok(check.damages)
-}
-
-struct Check<'a> {
+/// Checks one stream: its files, ids, starts, provenance and digest. Its parts may be checked on any threads.
+pub struct StreamCheck<'a> {
     store: Location,
     manifest: &'a Manifest,
     source: &'a SourceRecord,
-    passed: &'a dyn Fn(u64),
+    split: Split,
+}
+
+/// What the check of a part found.
+pub struct Found<'a> {
+    shards: &'a [ShardRecord],
     damages: Vec<Damage>,
+    segments: Segments,
+    /// Whether documents are missing in the segments.
+    torn: bool,
 }
 
-/// The digest of a stream whose documents name their file.
-#[derive(Default)]
-struct Segments {
-    digest: StreamDigest,
-    /// The open file.
-    file: usize,
-}
+impl<'a> StreamCheck<'a> {
+    /// The check of the stream `split` of `source`.
+    pub fn new(
+        store: impl Into<Location>,
+        manifest: &'a Manifest,
+        source: &'a SourceRecord,
+        split: Split,
+    ) -> Self {
+        StreamCheck { store: store.into(), manifest, source, split }
+    }
 
-impl Segments {
-    /// The chain of the segment that this document belongs to, or why none does.
-    fn of(
-        &mut self,
-        record: &DocumentRecord,
-        inputs: &[InputRecord],
-    ) -> std::result::Result<&mut Digest, String> {
-        let (file, segment) = (record.file as usize, record.segment());
-        let place = || format!("{} comes from segment {segment} of file {file}", record.shown_id());
-        match inputs.get(file) {
-            None => return Err(format!("{}, but the source has {}", place(), inputs.len())),
-            Some(input) if segment >= input.segments => {
-                return Err(format!("{}, which has {}", place(), input.segments));
+    /// The shards of each part that has some, in order.
+    pub fn parts(&self) -> Vec<&'a [ShardRecord]> {
+        let shards = &self.source.stream(self.split).shards;
+        shards.chunk_by(|one, next| one.part == next.part).collect()
+    }
+
+    /// Checks the shards of a part. Calls `passed` with the bytes that were read. An error is the machine's: damage is
+    /// a [`Damage`].
+    pub fn part(&self, shards: &'a [ShardRecord], passed: &dyn Fn(u64)) -> Result<Found<'a>> {
+        self.part_after(None, shards, passed)
+    }
+
+    /// The same if the documents before them end in this segment.
+    fn part_after(
+        &self,
+        before: Option<Segment>,
+        shards: &'a [ShardRecord],
+        passed: &dyn Fn(u64),
+    ) -> Result<Found<'a>> {
+        let segments = Segments { all: Vec::from_iter(before), first: None };
+        let found = Found { shards, damages: Vec::new(), segments, torn: false };
+        let StreamCheck { store, manifest, source, split: _ } = self;
+        let mut check = Check { store, manifest, source, passed, found };
+        for shard in shards {
+            if !check.shard(shard)? {
+                // Later shards are still checked, but for the digest the documents of this one are missing.
+                check.found.segments.all.clear();
+                check.found.torn = true;
             }
-            Some(_) if file < self.file => return Err(format!("{}, which has ended", place())),
-            Some(_) => {}
         }
-        self.end_before(file, inputs);
-        self.digest.open(record).ok_or_else(|| format!("{}, which has ended", place()))
+        Ok(check.found)
     }
 
-    fn end_before(&mut self, file: usize, inputs: &[InputRecord]) {
-        inputs[self.file..file].iter().for_each(|input| self.digest.end_file(input.segments));
-        self.file = file;
-    }
-
-    fn finish(mut self, inputs: &[InputRecord]) -> Digest {
-        self.end_before(inputs.len(), inputs);
-        self.digest.finish()
+    /// The damage of the stream, by what was found in all parts, in order.
+    pub fn damages(&self, parts: Vec<Found<'a>>) -> Result<Vec<Damage>> {
+        let (mut damages, mut all, mut torn) = (Vec::new(), Vec::<Segment>::new(), false);
+        for mut found in parts {
+            let last = all.last().map(|segment| segment.place);
+            if found.segments.first.is_some_and(|first| last >= Some(first)) {
+                // No build cuts a segment, but a forged store may: this part depends on the one before.
+                found = self.part_after(all.pop(), found.shards, &|_| ())?;
+            }
+            if found.torn {
+                all.clear();
+            }
+            all.extend(found.segments.all);
+            damages.extend(found.damages);
+            torn |= found.torn;
+        }
+        let (wanted, found) =
+            (self.source.stream(self.split).digest, digest(all, &self.source.inputs));
+        if !torn && found != wanted {
+            let file = format!("{} ({})", self.source.name, self.split.name());
+            let what = format!("its documents give the digest {found}, not {wanted}");
+            damages.push(Damage { file, what, block: None, documents: None });
+        }
+        Ok(damages)
     }
 }
 
-impl Check<'_> {
+struct Check<'a, 'f> {
+    store: &'a Location,
+    manifest: &'a Manifest,
+    source: &'a SourceRecord,
+    passed: &'a dyn Fn(u64),
+    found: Found<'f>,
+}
+
+impl Check<'_, '_> {
     fn tell(&mut self, file: String, what: String) {
-        self.damages.push(Damage { file, what, block: None, documents: None });
+        self.found.damages.push(Damage { file, what, block: None, documents: None });
     }
 
     /// A file of a shard as users name it.
@@ -165,11 +188,11 @@ impl Check<'_> {
 
     /// A file of the stream.
     fn at(&self, shard: &ShardRecord, record: &FileRecord) -> StoreFile {
-        open::part_file(&self.store, &self.source.name, shard.part, &record.name)
+        open::part_file(self.store, &self.source.name, shard.part, &record.name)
     }
 
     /// Checks a shard, and adds its documents to their segments. Returns whether all of them were added.
-    fn shard(&mut self, shard: &ShardRecord, segments: &mut Segments) -> Result<bool> {
+    fn shard(&mut self, shard: &ShardRecord) -> Result<bool> {
         let tokens = self.file(shard, &shard.token_file)?;
         let sums = self.file(shard, &shard.sum_file)?;
         let starts = self.file(shard, &shard.start_file)?;
@@ -178,25 +201,25 @@ impl Check<'_> {
         for fault in
             [&sums, &starts, &documents].into_iter().filter_map(|found| found.as_ref().err())
         {
-            self.damages.push(fault.clone());
+            self.found.damages.push(fault.clone());
         }
         match tokens {
             Ok(()) => {}
             Err(damage) => {
                 let found = self.blocks(shard, sums.is_ok(), &whole)?;
                 // Without a damaged block, the container around the blocks has changed.
-                self.damages.extend(if found.is_empty() { vec![damage] } else { found });
+                self.found.damages.extend(if found.is_empty() { vec![damage] } else { found });
                 return Ok(false);
             }
         }
         if sums.is_ok() {
             let found = self.blocks(shard, true, &whole)?;
-            self.damages.extend(found);
+            self.found.damages.extend(found);
         }
         if !whole.starts || !whole.documents {
             return Ok(false);
         }
-        match self.meaning(shard, segments) {
+        match self.meaning(shard) {
             Ok(()) => Ok(true),
             Err(Flaw::Damage(name, what)) => {
                 self.tell(self.path(shard, &name), what);
@@ -294,11 +317,7 @@ impl Check<'_> {
     }
 
     /// Checks ids, starts and provenance of a shard whose bytes are intact, and adds its documents to their segments.
-    fn meaning(
-        &self,
-        shard: &ShardRecord,
-        segments: &mut Segments,
-    ) -> std::result::Result<(), Flaw> {
+    fn meaning(&mut self, shard: &ShardRecord) -> std::result::Result<(), Flaw> {
         let in_starts = |what: String| Flaw::Damage(shard.start_file.name.clone(), what);
         let in_documents = |what: String| Flaw::Damage(shard.document_file.name.clone(), what);
         let of_starts = |fault| Flaw::of(&shard.start_file, fault);
@@ -332,7 +351,8 @@ impl Check<'_> {
                     "{id} begins at {first}, by its start at {start}"
                 )));
             }
-            let chain = segments.of(&record, &self.source.inputs).map_err(in_documents)?;
+            let chain =
+                self.found.segments.of(&record, &self.source.inputs).map_err(in_documents)?;
             let mut link = Link::begin(*chain, record.tokens);
             tokens.take(record.tokens, |tokens| link.tokens(tokens))?;
             *chain = link.end(&record);

@@ -1,13 +1,15 @@
 //! Settings of speed affect nothing: threads, depth, open files and earlier reads leave no trace in a batch.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::{Class, Digest};
 use loader::{
     Batch, BatchMemory, Columns, ColumnsMut, PrefetchOptions, PrefetchSource, Prefetcher,
-    RankSlice, Stores, batch, summary_of,
+    RankSlice, Stores, batch,
 };
 use mixer::DataPlan;
 use proptest::prelude::*;
@@ -154,30 +156,52 @@ fn a_digest_holds_only_so_many_tokens() {
     let dir = scratch();
     write_store(dir.path(), &two_sources(), 2, 512);
     let (plan, stores) = world(dir.path(), ReadCache::new(8));
-    // Steps 12 and 13 have rows of 64 and of 256 tokens.
-    for step in [1, 12, 13, 20] {
-        let wanted = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest();
-        for held in [0, 64, 200, 512, u64::MAX] {
-            let alive = Arc::new(AtomicUsize::new(0));
-            let memory = |tokens: usize| {
-                assert!(tokens as u64 <= held.max(256), "{tokens} tokens where {held} may be held");
-                assert_eq!(alive.load(Ordering::Relaxed), 0, "one part at a time");
-                Ok(Apart::take(tokens, &alive))
-            };
-            assert_eq!(summary_of(&plan, &stores, step, held, memory).unwrap().digest, wanted);
-        }
-    }
-    let options = PrefetchOptions { threads: 3, depth: 2 };
     let steps = 1..plan.steps() + 1;
     let wanted: Vec<(u64, Digest)> = steps
         .clone()
         .map(|step| (step, batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest()))
         .collect();
-    let found =
-        Prefetcher::summaries(PrefetchSource { plan: plan.into(), stores, steps, options }, 200)
-            .unwrap();
-    let found = found.map(Result::unwrap).map(|found| (found.step, found.digest));
-    assert_eq!(found.collect::<Vec<_>>(), wanted);
+    for (held, threads) in [(0, 1), (64, 3), (200, 2), (512, 1), (u64::MAX, 3)] {
+        let alive = Arc::new(AtomicUsize::new(0));
+        let memory = move |tokens: usize| {
+            // The longest rows are of 256 tokens.
+            assert!(tokens as u64 <= held.max(256), "{tokens} tokens where {held} may be held");
+            assert!(alive.load(Ordering::Relaxed) < threads, "one piece a thread");
+            Ok(Apart::take(tokens, &alive))
+        };
+        let options = PrefetchOptions { threads, depth: 2 };
+        let (plan, stores) = (Arc::clone(&plan).into(), Arc::clone(&stores));
+        let ahead = PrefetchSource { plan, stores, steps: steps.clone(), options };
+        let found = Prefetcher::summaries_in(ahead, held, memory).unwrap();
+        let found = found.map(Result::unwrap).map(|found| (found.step, found.digest));
+        assert_eq!(found.collect::<Vec<_>>(), wanted);
+    }
+}
+
+/// One step is enough for all threads: each of them begins with a row before any has its second.
+#[test]
+fn threads_share_the_rows_of_a_step() {
+    let dir = scratch();
+    write_store(dir.path(), &two_sources(), 2, 512);
+    let (plan, stores) = world(dir.path(), ReadCache::new(8));
+    let wanted = batch(&plan, &stores, 13, RankSlice::WHOLE).unwrap().digest();
+    let (threads, begun) = (3, (Mutex::new(BTreeSet::new()), Condvar::new()));
+    let alive = Arc::new(AtomicUsize::new(0));
+    let memory = move |tokens| {
+        let (names, changed) = &begun;
+        let mut names = names.lock().unwrap();
+        names.insert(std::thread::current().name().unwrap().to_owned());
+        changed.notify_all();
+        let few = |names: &mut BTreeSet<String>| names.len() < threads;
+        let waited = changed.wait_timeout_while(names, Duration::from_secs(60), few).unwrap();
+        assert!(!waited.1.timed_out(), "a thread took no part");
+        Ok(Apart::take(tokens, &alive))
+    };
+    let options = PrefetchOptions { threads, depth: threads };
+    let ahead = PrefetchSource { plan: plan.into(), stores, steps: 13..14, options };
+    let mut found = Prefetcher::summaries_in(ahead, 256, memory).unwrap();
+    assert_eq!(found.next().unwrap().unwrap().digest, wanted);
+    assert_eq!(found.next(), None);
 }
 
 #[test]

@@ -90,6 +90,23 @@ proptest! {
         }
     }
 
+    /// Texts that are one run over and over, so that all suffixes share long beginnings.
+    #[test]
+    fn what_repeats_itself_is_what_a_search_finds(
+        period in "[ab]{1,3}|\u{e9}", counts in prop::collection::vec(0usize..40, 1..4),
+        end in "[ab]{0,2}", least in 1usize..80,
+    ) {
+        let texts: Vec<String> = counts.iter().map(|count| period.repeat(*count) + &end).collect();
+        let spans = decided(&texts, &step(least as u64, None));
+        for ((text, spans), wanted) in texts.iter().zip(spans).zip(by_search(&texts, least)) {
+            let mut cut = vec![false; text.len()];
+            for (start, end) in &spans {
+                cut[*start as usize..*end as usize].fill(true);
+            }
+            prop_assert_eq!(cut, wanted, "{:?} {:?}", texts, spans);
+        }
+    }
+
     #[test]
     fn no_run_vanishes_and_gaps_go_only_between_pieces(texts in texts(), least in 1usize..16) {
         let plain = decided(&texts, &step(least as u64, None));
@@ -157,4 +174,17 @@ fn a_menu_goes_from_every_page_but_the_first() {
         let rest = without(&texts[page], spans).unwrap();
         assert!(rest.len() < 40 && rest.ends_with(&format!("{page}")), "{rest:?}");
     }
+}
+
+/// Comparing every run of such a text as a whole would take 10^12 steps.
+#[test]
+fn time_does_not_grow_with_the_length_of_a_run() {
+    let (bytes, least) = (3usize << 20, 1usize << 20);
+    let found = places(&"a".repeat(bytes), least);
+    let wanted = |at: usize| match at {
+        0 => Place::First,
+        _ if at + least <= bytes => Place::Later,
+        _ => Place::Only,
+    };
+    assert!(found.into_iter().enumerate().all(|(at, place)| place == wanted(at)));
 }

@@ -1,33 +1,51 @@
 //! Files that are cut at their groups: their parts are the whole, and no cut moves an identity.
 
+use ::parquet::data_type::ByteArrayType;
+use ::parquet::file::writer::SerializedFileWriter;
+use ::parquet::schema::parser::parse_message_type;
 use contract::Framed;
 
 use super::*;
 
-/// A table of groups of these rows, and where each group ends, as its writer counts.
+/// A table of groups of these rows, and where each group ends, as its writer counts. In Parquet, a group without rows
+/// stores nothing.
 fn table(format: Format, groups: &[usize]) -> (Scratch, Vec<usize>) {
     let rows = |group: usize, count: usize| -> Vec<Row> {
         let text = |row: usize| format!("text {group} {row} ").repeat(1 + 7 * (row % 3));
         let row = |row| Row { text: (row % 5 != 4).then(|| text(row)), id: Some(row.to_string()) };
         (0..count).map(row).collect()
     };
-    let batches: Vec<_> = groups
-        .iter()
-        .enumerate()
-        .map(|(group, count)| batch(&rows(group, *count), 0, false))
-        .collect();
-    let (schema, mut ends) = (batches[0].schema(), Vec::new());
+    let groups: Vec<_> =
+        groups.iter().enumerate().map(|(group, count)| rows(group, *count)).collect();
+    let mut ends = Vec::new();
     let bytes = match format {
         Format::Parquet => {
-            let mut writer = ArrowWriter::try_new(Vec::new(), schema, None).unwrap();
-            for batch in &batches {
-                writer.write(batch).unwrap();
-                writer.flush().unwrap();
+            let schema =
+                "message m { optional binary text (STRING); optional binary id (STRING); }";
+            let schema = Arc::new(parse_message_type(schema).unwrap());
+            let properties = WriterProperties::builder().set_dictionary_enabled(false).build();
+            let mut writer =
+                SerializedFileWriter::new(Vec::new(), schema, Arc::new(properties)).unwrap();
+            for rows in &groups {
+                let mut group = writer.next_row_group().unwrap();
+                for column in [|row: &Row| row.text.clone(), |row: &Row| row.id.clone()] {
+                    let levels: Vec<i16> =
+                        rows.iter().map(|row| i16::from(column(row).is_some())).collect();
+                    let values = rows.iter().filter_map(column);
+                    let values: Vec<_> = values.map(|text| text.as_str().into()).collect();
+                    let mut writer = group.next_column().unwrap().unwrap();
+                    let typed = writer.typed::<ByteArrayType>();
+                    typed.write_batch(&values, Some(&levels), None).unwrap();
+                    writer.close().unwrap();
+                }
+                group.close().unwrap();
                 ends.push(writer.bytes_written());
             }
             writer.into_inner().unwrap()
         }
         _ => {
+            let batches: Vec<_> = groups.iter().map(|rows| batch(rows, 0, false)).collect();
+            let schema = batches[0].schema();
             let mut writer = FileWriter::try_new_buffered(Vec::new(), &schema).unwrap();
             for batch in &batches {
                 writer.write(batch).unwrap();
@@ -57,7 +75,7 @@ proptest! {
     #[test]
     fn the_parts_of_a_file_are_the_file(
         format in select(vec![Format::Parquet, Format::Arrow]),
-        groups in prop::collection::vec(1usize..40, 1..9),
+        groups in prop::collection::vec(prop_oneof![1 => Just(0), 3 => 1usize..40], 1..9),
         part_bytes in 1u64..20_000,
         whole_rows: bool,
     ) {
@@ -97,16 +115,24 @@ proptest! {
 /// By what the writers say of their bytes, and not by the footer.
 #[test]
 fn an_identity_is_of_the_hashes_of_groups_and_footer() {
-    for format in [Format::Parquet, Format::Arrow] {
-        let (file, ends) = table(format, &[5, 1, 30]);
+    let tables: [&[usize]; 3] = [&[4, 1, 7], &[0, 3, 0, 0, 2, 0], &[0]];
+    for (format, groups) in [Format::Parquet, Format::Arrow]
+        .into_iter()
+        .flat_map(|format| tables.map(|groups| (format, groups)))
+    {
+        let (file, mut ends) = table(format, groups);
         let bytes = std::fs::read(&file.path).unwrap();
         let tail = bytes.len() - if format == Format::Parquet { 8 } else { 10 };
         let length = u32::from_le_bytes(bytes[tail..tail + 4].try_into().unwrap());
         let footer = tail - length as usize;
         let of = |range: std::ops::Range<usize>| Identity::of_bytes(&bytes[range]);
-        let groups = [of(0..ends[0]), of(ends[0]..ends[1]), of(ends[1]..footer)];
+        // What is between the last bytes of a group and the footer belongs to that group.
+        let last = *ends.last().unwrap();
+        ends.iter_mut().filter(|end| **end == last).for_each(|end| *end = footer);
+        let starts = [0].into_iter().chain(ends.iter().copied());
+        let hashes: Vec<Identity> = starts.zip(&ends).map(|(start, end)| of(start..*end)).collect();
         let mut wanted = Framed::new("zdata groups", 1);
-        wanted.field(&0u32).field(&groups[..]).field(&of(footer..bytes.len()));
+        wanted.field(&0u32).field(&hashes[..]).field(&of(footer..bytes.len()));
         let wanted = (bytes.len() as u64, wanted.finish());
         assert_eq!(source_file(&file, None).content().unwrap(), wanted, "{}", format.name());
         // Every byte is in one of them.

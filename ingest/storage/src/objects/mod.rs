@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use contract::fault::again;
 use contract::{Digest, Identity, Result};
-use store::location::{Address, IdentityKind, LocalFile, Remote, UrlScheme};
+use store::location::{Address, Doubts, IdentityKind, LocalFile, Remote, UrlScheme};
 
 use self::cache::Cache;
 use self::client::{Client, ObjectInfo, PutOutcome, TransferError};
@@ -53,7 +53,10 @@ pub(super) fn servers(_: &str) -> Result<Arc<dyn Remote>> {
 
 /// Object storage, connected at the first request: most runs are local.
 #[derive(Default)]
-struct Servers(OnceLock<io::Result<Reader>>);
+struct Servers {
+    reader: OnceLock<io::Result<Reader>>,
+    doubts: Doubts,
+}
 
 /// Reads objects through a cache on this machine.
 struct Reader {
@@ -72,7 +75,7 @@ impl Servers {
             let identities = Cache::open("identities", Some(IDENTITIES))?;
             Ok(Reader { client, cache, identities, fetching: [const { Mutex::new(()) }; FETCHING] })
         };
-        self.0.get_or_init(made).as_ref().map_err(again)
+        self.reader.get_or_init(made).as_ref().map_err(again)
     }
 }
 
@@ -108,6 +111,10 @@ impl Remote for Servers {
         let Ok(reader) = self.reader() else { return false };
         let seen = reader.client.seen(object);
         seen.inspect(|about| reader.forget(object, about)).is_some()
+    }
+
+    fn doubts(&self) -> &Doubts {
+        &self.doubts
     }
 
     fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {

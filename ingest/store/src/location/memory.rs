@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{Error, ErrorKind, Result, Write as _};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Address, LocalFile, Location, Object, Remote};
+use super::{Address, Doubts, LocalFile, Location, Object, Remote};
 
 /// A bucket in memory.
 #[derive(Default)]
@@ -13,6 +13,7 @@ pub struct Memory {
     objects: Mutex<BTreeMap<Address, Vec<u8>>>,
     /// If objects are returned with wrong bytes: those that no longer are.
     mended: Option<Mutex<BTreeSet<Address>>>,
+    doubts: Doubts,
 }
 
 impl Memory {
@@ -80,6 +81,10 @@ impl Remote for Memory {
         let mended = self.mended.as_ref();
         let mended = mended.map(|one| one.lock().unwrap_or_else(PoisonError::into_inner));
         mended.map(|mut mended| mended.insert(object.clone())).is_some()
+    }
+
+    fn doubts(&self) -> &Doubts {
+        &self.doubts
     }
 
     fn create(&self, object: &Address, bytes: &[u8]) -> Result<()> {

@@ -162,3 +162,25 @@ proptest! {
         prop_assert_eq!(at, Address::parse(&format!("s3://b/{}", parts.join("/"))).unwrap());
     }
 }
+
+/// Parts of a file have copies of their own, but its bytes are fetched again for one of them.
+#[test]
+fn bytes_that_came_twice_are_not_doubted_again() {
+    let place = Memory::spoiled().holding("s3://b/x");
+    let Location::Object(object) = &place else { unreachable!() };
+    let fault = Fault::data("a damaged row");
+    object.create(b"nonsense").unwrap();
+    let spoiled = place.fetch().unwrap();
+    assert_eq!(place.doubt(&spoiled, fault.clone()).class(), Class::Machine);
+    let parts: Vec<_> = (0..3).map(|_| place.fetch().unwrap()).collect();
+    assert_eq!(place.doubt(&parts[0], fault.clone()), fault);
+    object.remove().unwrap();
+    object.create(b"another").unwrap();
+    for part in &parts {
+        assert_eq!(place.clone().doubt(part, fault.clone()), fault);
+    }
+    // Other bytes are.
+    let other = place.fetch().unwrap();
+    assert_eq!(place.doubt(&other, fault.clone()), fault);
+    assert_eq!(place.doubt(&parts[0], fault).class(), Class::Machine);
+}
