@@ -42,7 +42,7 @@ fn ranks(on: &OnDevice, transport: &str, last: &str) {
 #[test]
 fn a_run_goes_the_way_of_amds_libraries() {
     let on = over(&[]);
-    on.finish("plain", &["--workers", "1", "--stop-after", "3"]);
+    on.finish("plain", &["--workers", "1", "--stop-after", "2"]);
     let head: Value = serde_json::from_str(on.ledger("plain").lines().next().unwrap()).unwrap();
     let table = &head["kernel_table"];
     assert_eq!([&table["device"], &table["architecture"]], ["cuda", ""]);
@@ -55,13 +55,13 @@ fn a_run_goes_the_way_of_amds_libraries() {
 
     let mut command = on.command("killed", &["--workers", "2", "--recompute"]);
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    until_lines(&on.fixture.scratch.path("killed"), 3, &mut child);
+    until_lines(&on.fixture.scratch.path("killed"), 2, &mut child);
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().code(), None, "it was killed before its end");
-    on.finish("killed", &["--workers", "1", "--stop-after", "3"]);
+    on.finish("killed", &["--workers", "1", "--stop-after", "2"]);
     assert!(on.ledger("plain") == on.ledger("killed"), "the ledgers differ");
     replayed(&on, "plain", "2");
-    ranks(&on, "gloo", "3");
+    ranks(&on, "gloo", "2");
 }
 
 /// In bf16 our own kernels multiply experts on AMD: libtorch's grouped matmul reads each expert's row counts on the

@@ -485,5 +485,9 @@ fn device_name(text: &str) -> std::result::Result<String, &'static str> {
 }
 
 fn machine(device: &str, error: &kernels::Error) -> Fault {
-    Fault::machine(error.to_string()).at(format!("--device {device}"))
+    let fault = Fault::machine(error.to_string()).at(format!("--device {device}"));
+    match device {
+        "cpu" => fault,
+        _ => fault.hint("--device cpu computes on the CPU; `ztrain devices` lists what is here"),
+    }
 }
