@@ -65,6 +65,8 @@ impl Vendor {
     /// Makes `--device cuda` of a command the stand-in, which counts operations in `report`. Our own kernels run on the
     /// emulator.
     pub(crate) fn pretend(self, command: &mut Command, report: &Path) {
+        // Ranks share the devices that these name.
+        command.env_remove("CUDA_VISIBLE_DEVICES").env_remove("HIP_VISIBLE_DEVICES");
         let folders = [self.half(), self.driver()];
         command.env("LD_LIBRARY_PATH", std::env::join_paths(folders).unwrap());
         command.env("STANDIN_REPORT", report).env("XDG_CACHE_HOME", self.driver());
