@@ -26,7 +26,7 @@ pub(crate) struct Args {
 }
 
 /// Watches over a run until it is done.
-pub(crate) fn exec(args: Args) -> Result<u8> {
+pub(crate) fn exec(mut args: Args) -> Result<u8> {
     let requests = SignalRequests::default();
     requests.listen()?;
     let stop = &requests.stop;
@@ -40,7 +40,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let read = args.rules.as_ref().map(FaultRules::read).transpose()?;
     let (rules, text) = read.unwrap_or_default();
     let mut arguments = of_training(std::env::args_os().skip(1));
-    let ranks = args.train.to_spawn()?.unwrap_or(1);
+    let ranks = args.train.ranks_to_spawn()?.unwrap_or(1);
     // Between two attempts no other process may take the folder.
     let locks = args.train.lock_folder()?;
     arguments.extend(train::of_group(&locks));

@@ -304,7 +304,8 @@ impl Args {
     }
 
     /// How many ranks to start, if it is for this process to start them.
-    pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
+    pub(crate) fn ranks_to_spawn(&mut self) -> Result<Option<u32>> {
+        self.speed.choose_device(Some(&self.folder()?));
         self.ranks.to_spawn(&self.speed)
     }
 }
