@@ -131,7 +131,7 @@ fn what_cannot_be_packed_is_refused_before_anything_starts() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&kept, bytes).unwrap();
-    zdata(&["plan", arg(&run)]).fails(3, &[arg(&kept), "digest", "remove it"]);
+    zdata(&["plan", arg(&run)]).fails(3, &[arg(&kept), "do not match their sums", "remove it"]);
     // A link to another file is not followed: the packs replace it.
     let other = scratch.write("other", "of nobody's business, and long enough");
     fs::remove_file(&kept).unwrap();
