@@ -329,6 +329,9 @@ impl PackTable for Table {
 
     fn places(&self, tokens: Range<u64>) -> Result<Vec<PackPlace>> {
         let mut found = Vec::new();
+        if tokens.is_empty() {
+            return Ok(found);
+        }
         for (length, blocks) in self.blocks.iter().enumerate() {
             // The documents of a block follow those of the blocks before it.
             let first = blocks.partition_point(|block| block.first_token <= tokens.start);

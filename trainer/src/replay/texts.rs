@@ -23,12 +23,12 @@ pub struct DocumentText {
 }
 
 /// Decodes tokens.
-pub struct Decoder(Option<Tokenizer>);
+pub struct TextDecoder(Option<Tokenizer>);
 
-impl Decoder {
+impl TextDecoder {
     /// With the tokenizer of the run's store. If that cannot be read, tokens are shown as numbers.
-    pub fn of(spec: &RunSpec) -> Result<Decoder> {
-        Ok(Decoder(Tokenizer::from_bytes(spec.data.tokenizer()?).ok()))
+    pub fn of(spec: &RunSpec) -> Result<TextDecoder> {
+        Ok(TextDecoder(Tokenizer::from_bytes(spec.data.tokenizer()?).ok()))
     }
 
     /// The text of tokens.
@@ -55,7 +55,7 @@ impl Decoder {
 impl Replayer {
     /// The text of the first `count` documents of a replayed step, each as the parts in its rows.
     pub fn texts(&self, replayed: &Replayed, count: usize) -> Result<Vec<Vec<DocumentText>>> {
-        let (batch, decoder) = (self.batch(replayed.step)?, Decoder::of(&self.spec)?);
+        let (batch, decoder) = (self.batch(replayed.step)?, TextDecoder::of(&self.spec)?);
         let of = |document: &DocumentLoss| {
             document.places.iter().map(|place| decoder.part(&batch, place)).collect()
         };

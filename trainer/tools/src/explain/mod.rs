@@ -49,7 +49,7 @@ use trainer::ledger::StepRecord;
 use trainer::optim::norm;
 use trainer::replay::documents::DocumentLoss;
 use trainer::replay::narrow::LocatedDifference;
-use trainer::replay::texts::Decoder;
+use trainer::replay::texts::TextDecoder;
 use trainer::replay::{Replayer, Verdict, tokens as tokens_of};
 use trainer::state::State;
 
@@ -158,7 +158,7 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     let gradients = gradients(replayer, &before, batch, &replayed.documents, step_gradient)?;
     let ranked = documents::rank(replayed.documents, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
-    let decoder = Decoder::of(spec)?;
+    let decoder = TextDecoder::of(spec)?;
     let worst = named.iter().map(|evidence| {
         tokens::worst(batch, &evidence.document, &kept.token_losses, tokens, &decoder)
     });

@@ -5,7 +5,7 @@ use loader::{Batch, InfillToken};
 use serde::Serialize;
 
 use trainer::replay::documents::{DocumentLoss, DocumentPlace};
-use trainer::replay::texts::Decoder;
+use trainer::replay::texts::TextDecoder;
 
 /// Tokens of context on either side.
 const CONTEXT: usize = 12;
@@ -40,7 +40,7 @@ pub(super) fn worst(
     document: &DocumentLoss,
     losses: &[f32],
     count: usize,
-    decoder: &Decoder,
+    decoder: &TextDecoder,
 ) -> Result<Vec<WorstToken>> {
     let width = batch.seq_len as usize;
     let mut found = Vec::new();
