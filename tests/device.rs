@@ -77,6 +77,8 @@ fn auto_is_a_gpu_that_is_visible_and_stays_what_a_run_began_on() {
     said.ok();
     assert_eq!(device("gpu"), "cuda");
     let run = scratch.path("gpu");
+    let out = scratch.path("exported");
+    crate::support::ztrain(&["export", "--run", arg(&run), "--out", arg(&out)]).ok();
     crate::support::ztrain(&["replay", "--run", arg(&run), "--step", "2"])
         .fails(6, &["--device cuda", "no GPU half of libtorch", "--device cpu computes"]);
 }

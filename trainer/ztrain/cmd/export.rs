@@ -50,7 +50,9 @@ enum Format {
 /// Exports.
 pub(crate) fn exec(mut args: Args) -> Result<u8> {
     let Format::Hf = args.format;
-    args.speed.choose_device(Some(args.run.path()));
+    // A checkpoint is exported without computing, also where there is no GPU.
+    let run = kernels::device::visible().map(|_| args.run.path());
+    args.speed.choose_device(run);
     let (device, table) = args.speed.start(None)?;
     let workers = args.speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));
