@@ -4,6 +4,8 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
+
 use crate::ranks::{Fixture, ranks_of, signal, until_lines};
 use crate::support::Ran;
 
@@ -109,6 +111,17 @@ fn a_run_that_is_asked_to_stop_while_it_looks_at_held_out_text_breaks_off() {
         }
         assert!(ran.ok().starts_with("stopped after step 4 of 20"));
         assert!(folder.join("checkpoints/step-4/manifest.json").exists());
+        // The run that continues does it first, and does not repeat one that was completed.
+        for (last, wanted) in [("5", vec!["4", "5"]), ("6", vec!["4", "5", "6"])] {
+            let flags = ["--validate-every", "4", "--validation-sequences", "4", "--stop-after"];
+            let more = [&flags[..], &[last], ranks].concat();
+            Ran::from(fixture.run(out, &more).output().unwrap()).ok();
+            let events = fs::read_to_string(folder.join("events.jsonl")).unwrap();
+            let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+            let validated = events.filter(|event| event["event"] == "validation");
+            let steps: Vec<String> = validated.map(|event| event["step"].to_string()).collect();
+            assert_eq!(steps, wanted, "{out}");
+        }
     }
 }
 

@@ -62,8 +62,8 @@ pub fn read(path: &Path) -> Result<String> {
     }
 }
 
-/// Recent seconds per step by the events at `path`: the median of the last steps; `None` if there are none.
-pub(crate) fn pace(path: &Path) -> Option<f64> {
+/// The last events at `path`; `None` if it cannot be read.
+fn last(path: &Path) -> Option<Vec<Value>> {
     let mut file = regular::open(path).ok()?;
     let end = file.seek(SeekFrom::End(0)).ok()?;
     file.seek(SeekFrom::Start(end.saturating_sub(TAIL))).ok()?;
@@ -71,8 +71,19 @@ pub(crate) fn pace(path: &Path) -> Option<f64> {
     file.take(TAIL).read_to_end(&mut bytes).ok()?;
     let text = String::from_utf8_lossy(&bytes);
     // The first line may be incomplete.
-    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let steps = events.filter(|event| event["event"] == "step");
+    Some(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+/// Whether the last events at `path` have the step `step` but not its event `name`.
+pub(crate) fn lacks(path: &Path, name: &str, step: u64) -> bool {
+    let events = last(path).unwrap_or_default();
+    let has = |name: &str| events.iter().any(|it| it["event"] == name && it["step"] == step);
+    has("step") && !has(name)
+}
+
+/// Recent seconds per step by the events at `path`: the median of the last steps; `None` if there are none.
+pub(crate) fn pace(path: &Path) -> Option<f64> {
+    let steps = last(path)?.into_iter().filter(|event| event["event"] == "step");
     let mut seconds: Vec<f64> = steps.filter_map(|event| event["seconds"].as_f64()).collect();
     seconds.sort_by(f64::total_cmp);
     seconds.get(seconds.len() / 2).copied()

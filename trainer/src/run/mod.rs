@@ -32,9 +32,11 @@ use crate::model::{BatchBuffer, CheckedMicroBatch};
 use crate::reaction::ReactingSpec;
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
+use crate::state::State;
 use crate::step::{self, Requests, StagedBatch, StepContext};
 pub use agree::{fit_workers, idle_ranks, refuse_unshared};
 use open::{OpenedRun, Resume};
+use record::Recorder;
 use recover::Recovery;
 use replicas::Replicas;
 pub use world::World;
@@ -103,7 +105,8 @@ fn run(
     let ledger = RunFolder::new(&exec.out).ledger();
     let mut reacting = ReactingSpec::together(Arc::clone(&spec), &ledger, state.step, &world.comm)?;
     let (plan, stores, options) = (reacting.feed(), spec.data.clone(), exec.prefetch);
-    let steps = state.step + 1..last_step(&spec, exec) + 1;
+    let context = StepContext { spec: reacting.spec(), team: &team, workers: exec.workers };
+    let steps = state.step + 1..catch_up(context, exec, &state, &mut recorder)? + 1;
     let ahead = PrefetchSource { plan, stores, steps, options };
     let stager = Stager::new(world.device).map_err(lost)?;
     let (memory, check, send) = (memory(&stager), checking(&spec), sending(stager));
@@ -147,6 +150,20 @@ fn run(
     // No rank may finish before rank 0 has written everything.
     world.comm.barrier("the end").map_err(lost)?;
     Ok(LoopEnd::Done(RunOutcome { step: state.step, steps: spec.plan.steps(), state: digest }))
+}
+
+/// Validates after the step of `state`, if that was due and was broken off. Returns the last step to compute: none
+/// follows if the run is asked to stop meanwhile.
+fn catch_up(
+    context: StepContext<'_>,
+    exec: &ExecOptions,
+    state: &State,
+    recorder: &mut Recorder<'_>,
+) -> Result<u64> {
+    let last = last_step(context.spec, exec);
+    let is_due = state.step > 0 && exec.validation.is_due(state.step, last);
+    let is_owed = is_due && recorder.owes(context.team.group, exec, state.step)?;
+    Ok(if is_owed && !recorder.validate(context, exec, state)? { state.step } else { last })
 }
 
 /// The step after which this process stops.

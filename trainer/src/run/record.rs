@@ -4,19 +4,20 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use contract::{Digest, Fault, Result, shell};
-use kernels::group::Rendezvous;
+use kernels::group::{Group, Rendezvous};
 use serde_json::json;
 
 use super::World;
 use super::recover::Recovery;
 use crate::checkpoint::WrittenCheckpoint;
 use crate::evaluate::{Task, TaskScore};
-use crate::events::Events;
+use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
 use crate::ledger::{Ledger, StepRecord};
 use crate::metrics::{Metrics, StepSpeed};
 use crate::progress::ProgressPrinter;
+use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{StepContext, StepResult};
@@ -75,6 +76,15 @@ impl Recorder<'_> {
         }
         let scores = Task::score(&exec.tasks, cx, state, &asked)?;
         self.completed("evaluation", step, scores, |book, scores| book.evaluated(step, scores))
+    }
+
+    /// Whether a validation or an evaluation after `step` was broken off, as rank 0 says.
+    pub(super) fn owes(&self, comm: &Group, exec: &ExecOptions, step: u64) -> Result<bool> {
+        let lacks = |name| events::lacks(&RunFolder::new(&exec.out).events(), name, step);
+        let own = self.0.is_some()
+            && (lacks("validation") || (!exec.tasks.is_empty() && lacks("evaluation")));
+        let said = comm.all_gather("what was broken off", &[u8::from(own)]).map_err(lost)?;
+        Ok(said[0][..] == [1])
     }
 
     /// Records results, if they are complete. Returns whether they are.
