@@ -14,9 +14,8 @@ fn tree(arguments: &str) -> String {
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
         .unwrap();
-    let tree = String::from_utf8(output.stdout).unwrap();
-    assert!(tree.contains("ingest v"), "{tree}{}", String::from_utf8_lossy(&output.stderr));
-    tree
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
 }
 
 /// The packages of a build with these features, one a line.
@@ -82,6 +81,24 @@ fn ztrain_links_the_cpu_half_only() {
     assert!(libraries.contains("libtorch_cpu.so"), "{libraries}");
     for foreign in ["torch_cuda", "torch_hip", "amdhip", "nccl", "rccl"] {
         assert!(!libraries.contains(foreign), "ztrain needs {foreign}:\n{libraries}");
+    }
+}
+
+/// A run path reaches only the crate whose build script asks for it: without one the tests of a crate do not start.
+#[cfg(feature = "train")]
+#[test]
+fn every_crate_that_needs_libtorch_finds_it() {
+    let users = tree("--workspace --invert torch-sys --prefix none");
+    let folders = users.lines().filter_map(|line| line.split_once(" (/")?.1.split_once(')'));
+    let folders: BTreeSet<_> = folders.map(|(folder, _)| Path::new("/").join(folder)).collect();
+    assert!(folders.contains(Path::new(env!("CARGO_MANIFEST_DIR"))), "{users}");
+    let script = |folder: &Path| {
+        let nested = folder.join("trainer/ztrain/build.rs");
+        std::fs::read_to_string(if nested.exists() { nested } else { folder.join("build.rs") })
+    };
+    for folder in folders {
+        let script = script(&folder).unwrap_or_default();
+        assert!(script.contains("-Wl,-rpath,"), "{} sets no run path", folder.display());
     }
 }
 
