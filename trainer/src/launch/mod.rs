@@ -2,8 +2,8 @@
 //!
 //! - [`mod@place`] finds a rank's place in what torchrun, srun, mpirun or `--nproc` left in the environment.
 //! - `key` finds the secret by which the ranks of a run authenticate to each other.
-//! - [`mod@spawn`] is `--nproc`: it starts this program once per rank; `supervise` monitors the ranks until they end.
-//! - [`guard`] is `ztrain supervise`: it starts the whole command, with `--nproc` or another launcher, and restarts it
+//! - [`mod@spawn`] is `--nproc`: it starts this program once per rank; `launcher` monitors the ranks until they end.
+//! - [`supervisor`] is `ztrain supervise`: it starts the whole command, with `--nproc` or another launcher, and restarts it
 //!   as [`rules`] say; `watch` detects hung and slow ranks, `ends` has the exit reports, `failure` informs people.
 //!
 //! Our launcher controls a rank through its standard input: "stop" asks it to stop, and end of file means that the
@@ -13,15 +13,15 @@
 mod background;
 mod ends;
 mod failure;
-pub mod guard;
 mod key;
+mod launcher;
 pub mod place;
 pub mod rules;
 pub mod spawn;
-mod supervise;
+pub mod supervisor;
 mod watch;
 
 pub use ends::{first_words, last_words};
-pub use guard::{SupervisorLink, Watchdog};
 pub use place::{LaunchedRank, place, spawned_us};
 pub use spawn::{Launch, meet, meet_without, rejoin, rendezvous, spawn, started_again};
+pub use supervisor::{Supervisor, SupervisorLink};

@@ -12,10 +12,10 @@ use kernels::group::{self, Agent, Group, KeyValueStore, Rendezvous, RunKey};
 use kernels::signals;
 
 use super::background::in_background;
-use super::guard::SupervisorLink;
 use super::key::{KEY, KEY_FILE};
+use super::launcher::{Elastic, Launcher, Rank};
 use super::place::{self, LAUNCHER, LaunchedRank, spawned_us};
-use super::supervise::{Elastic, Launcher, Rank};
+use super::supervisor::SupervisorLink;
 use crate::refusal::lost;
 
 /// Set for a restarted rank that has to join the others.

@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use contract::{Fault, Result};
 use store::Location;
 use trainer::launch::rules::FaultRules;
-use trainer::launch::{self, Watchdog};
+use trainer::launch::{self, Supervisor};
 
 use super::{SignalRequests, StartupStage, place, train};
 
@@ -46,7 +46,7 @@ pub(crate) fn exec(mut args: Args) -> Result<u8> {
     arguments.extend(train::of_group(&locks));
     let (launch, run) = (args.launch, args.train.folder()?);
     requests.answer(if launch.is_some() { StartupStage::Others } else { StartupStage::Ranks })?;
-    let ended = Watchdog { rules, text, arguments, launch, run, ranks }.run(stop);
+    let ended = Supervisor { rules, text, arguments, launch, run, ranks }.run(stop);
     locks.release();
     ended
 }

@@ -1,13 +1,15 @@
 //! `ztrain supervise`: starts the whole command of a run, and restarts it according to the rules.
 //!
 //! ```text
-//! guard            `ztrain supervise`: holds the folder, detects how the command ended and whether it makes progress
+//! supervisor       `ztrain supervise`: holds the folder, detects how the command ended and whether it makes progress
 //!   launcher       `ztrain --nproc N`: starts the ranks, serves their store; restarts and evicts single ranks
 //!     ranks        train
 //! ```
 //!
-//! With `--launch`, srun or another launcher replaces ours; single ranks are not visible then. If the guard dies, a run
-//! by our launcher stops cleanly, and the same command continues it; a run by another launcher continues unsupervised.
+//! Supervisor and launcher are two processes, so that a launcher that is killed or hangs is started again; one set of
+//! rules decides in both, and each writes what it did by `failure`. With `--launch`, srun or another launcher replaces
+//! ours; single ranks are not visible then. If the supervisor dies, a run by our launcher stops cleanly, and the same
+//! command continues it; a run by another launcher continues unsupervised.
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, ErrorKind, Write as _};
@@ -28,8 +30,8 @@ use store::Location;
 use super::background::in_background;
 use super::ends::{ExitReport, ExitReports, Starter, VARIABLE, verdict};
 use super::failure::{FailureEvent, record_failure};
+use super::launcher::Supervision;
 use super::rules::{Action, ActionHistory, Cause, FaultRule, FaultRules, RuleScope};
-use super::supervise::Supervision;
 use super::watch::{Heartbeat, system_says};
 use crate::folder::RunFolder;
 use crate::refusal::lost;
@@ -99,7 +101,7 @@ impl SupervisorLink {
 
 /// A run to supervise.
 #[derive(Clone, Debug)]
-pub struct Watchdog {
+pub struct Supervisor {
     /// The rules.
     pub rules: FaultRules,
     /// The text of their file; empty if there is none.
@@ -123,7 +125,7 @@ struct Attempt {
     began: bool,
 }
 
-impl Watchdog {
+impl Supervisor {
     /// Runs the command until it is done, `stop` is set, or the rules say to stop. The exit code is the command's.
     pub fn run(&self, stop: &AtomicBool) -> Result<u8> {
         let words = self.words()?;
@@ -409,7 +411,7 @@ fn stopped(status: ExitStatus) -> u8 {
     code_of(status)
 }
 
-/// Whether the guard can do this; actions on single ranks are the launcher's.
+/// Whether the supervisor can do this; actions on single ranks are the launcher's.
 fn possible(action: Action) -> bool {
     match action {
         Action::Note | Action::Restart | Action::Evict => false,
