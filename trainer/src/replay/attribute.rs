@@ -16,7 +16,7 @@
 use std::ops::Range;
 
 use contract::{Fault, Key, Purpose, Result, draw};
-use loader::{Batch, RankSlice, explain};
+use loader::{Batch, explain};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -24,7 +24,6 @@ use super::Replayer;
 use super::whatif::each_piece;
 use crate::change::DocumentsBySource;
 use crate::state::State;
-use crate::step::Detail;
 use crate::waiting::WaitCounter;
 use curriculum::Amendment;
 
@@ -272,13 +271,9 @@ fn trained(
     }
     curriculum.amend(vec![Amendment { step: window.start, ban, ..Amendment::default() }]);
     let (mut changed, mut state) = (replayer.changed(&curriculum, window.start)?, before.copy()?);
-    for step in window {
-        let spec = changed.spec();
-        let batch = loader::batch(&spec.plan, &spec.data, step, RankSlice::WHOLE)?;
-        let (_, outcome) = replayer.compute(spec, &mut state, &batch, Detail::Sums)?;
-        changed.learn(&outcome?)?;
-    }
-    Ok(state)
+    let last = window.end - 1;
+    let diverged = replayer.advance_to(&mut state, last, Some(&mut changed), |_| Ok(true))?;
+    diverged.map_or(Ok(state), Err)
 }
 
 /// The step whose mean loss is the target, without the weights by which it would train.

@@ -15,7 +15,6 @@ use crate::ledger::{StepRecord, StepStage};
 use crate::refusal::refused;
 use crate::state::State;
 use crate::state::ownership::{Ownership, ParamShard};
-use crate::step::Detail;
 
 /// The element of the state that was hit.
 #[derive(Clone, Debug, Serialize)]
@@ -147,14 +146,8 @@ fn checkpoint_after(replayer: &Replayer, step: u64) -> Result<Option<u64>> {
 /// The state after `step` without the hit; `None` if it diverges on the way.
 fn true_state(replayer: &Replayer, after: &State, step: u64) -> Result<Option<State>> {
     let mut state = after.copy()?;
-    while state.step < step {
-        let batch = replayer.part(&replayer.spec, state.step + 1)?;
-        let (_, outcome) = replayer.compute(&replayer.spec, &mut state, &batch, Detail::Sums)?;
-        if outcome.is_err() {
-            return Ok(None);
-        }
-    }
-    Ok(Some(state))
+    let diverged = replayer.advance_to(&mut state, step, None, |_| Ok(true))?;
+    Ok(diverged.is_none().then_some(state))
 }
 
 /// The element that differs most, for each piece and set with a difference.

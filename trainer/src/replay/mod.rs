@@ -50,7 +50,6 @@ use narrow::LocatedDifference;
 use spent::{Stopwatch, TimesByPart};
 pub use together::meet;
 pub use verdict::Verdict;
-use way::StateSource;
 
 /// One replayed step, or micro-batch of a step.
 #[derive(Clone, Debug, Serialize)]
@@ -240,15 +239,14 @@ impl Replayer {
     /// Computes the step after `state` as the run did, compares it, and updates the state.
     pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
         let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
-        let before = StateSource::Copied(Box::new(state.copy()?));
-        self.replayed(state, &batch, detail, before, |_| ())
+        let before = state.copy()?;
+        self.replayed(state, &batch, detail, &before, |_| ())
     }
 
     /// The same from `before`, of which `state` is a copy; also returns the inputs and the gradient. For a single rank
     /// only.
     pub fn step_with_gradient(&self, before: &State, state: &mut State) -> Result<WithGradient> {
         let (batch, mut kept) = (self.timed("batch", || self.batch(state.step + 1))?, None);
-        let before = StateSource::Given(before);
         let replayed = self.replayed(state, &batch, Detail::Tokens, before, |gradient| {
             let own = gradient.own.iter().map(Tensor::shallow_clone).collect();
             let losses =
@@ -260,21 +258,20 @@ impl Replayer {
         Ok(WithGradient { replayed, batch, gradient, token_losses })
     }
 
-    /// Computes the step after `state`; `batch` is this rank's part. Calls `look` with the gradient before the update.
+    /// Computes the step after `state`, a copy of `before`; `batch` is this rank's part. Calls `look` with the gradient
+    /// before the update.
     fn replayed(
         &self,
         state: &mut State,
         batch: &Batch,
         detail: Detail,
-        before: StateSource<'_>,
+        before: &State,
         look: impl FnOnce(&ReducedGradient),
     ) -> Result<Replayed> {
         let (step, watch) = (batch.step, Stopwatch::start());
         let (gradient, outcome) = self.compute_and_look(&self.spec, state, batch, detail, look)?;
-        if !matches!(before, StateSource::Anew) {
-            self.times.borrow_mut().add("step", watch.read());
-            self.passed(tokens(batch), true);
-        }
+        self.times.borrow_mut().add("step", watch.read());
+        self.passed(tokens(batch), true);
         let (record, diverged) = match outcome {
             Ok(record) => (Some(record), None),
             Err(fault) => (None, Some(fault.to_string())),
@@ -284,10 +281,8 @@ impl Replayer {
         if step > self.recorded {
             verdict = Verdict::NotRecorded;
         } else if let Some(found) = &difference {
-            let on_the_way = matches!(before, StateSource::Anew);
-            let before = self.state_before(before, step)?;
-            verdict = self.again(before.as_ref(), batch, record.as_ref(), found)?;
-            if let (Some(before), Some(record), false) = (&before, &record, on_the_way) {
+            verdict = self.again(Some(before), batch, record.as_ref(), found)?;
+            if let Some(record) = &record {
                 narrowed = Some(self.narrow(found, record, before, state, batch, verdict)?);
             }
         }
@@ -437,15 +432,6 @@ impl Replayer {
         let team = self.team()?;
         let cx = StepContext { spec: &self.spec, team: &team, workers: self.workers };
         self.executor.compute(cx, state, batch, Detail::Sums)?.read(cx, &state.owners)
-    }
-
-    /// The state before `step`; `None` if recomputing it gives another result than the first time.
-    fn state_before(&self, before: StateSource<'_>, step: u64) -> Result<Option<State>> {
-        match before {
-            StateSource::Copied(state) => Ok(Some(*state)),
-            StateSource::Given(state) => state.copy().map(Some),
-            StateSource::Anew => self.anew(step - 1),
-        }
     }
 
     /// Recomputes a step that differs, to see whether the difference repeats.

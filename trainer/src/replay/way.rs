@@ -4,26 +4,18 @@ use std::time::Duration;
 
 use contract::{Fault, Result, words};
 
-use super::{Replayed, Replayer, Verdict};
+use super::{Replayed, Replayer};
 use crate::checkpoint::{self, StateLayout};
 use crate::events;
+use crate::ledger::StepRecord;
 use crate::mesh::share;
+use crate::reaction::ReactingSpec;
 use crate::run::restore::RestoreInputs;
 use crate::shown::clock;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::step::Detail;
 use crate::waiting::{self, WaitCounter};
-
-/// The source of the state before a step, in case the step has to be recomputed.
-pub(super) enum StateSource<'a> {
-    /// A copy made for that.
-    Copied(Box<State>),
-    /// A state that exists anyway.
-    Given(&'a State),
-    /// It is recomputed: over many steps, copying each state for a rare case would cost more.
-    Anew,
-}
 
 impl Replayer {
     /// The state after `step`: from the nearest checkpoint, then by recomputing, with each step checked against the
@@ -67,36 +59,63 @@ impl Replayer {
         Ok((state, step - from))
     }
 
+    /// Computes the steps after `state` up to `step`: as the run did, or as `change` says. Calls `each` with the record of
+    /// each step, and ends where that returns false. Returns the fault of the step that diverged, if one did.
+    pub(crate) fn advance_to(
+        &self,
+        state: &mut State,
+        step: u64,
+        mut change: Option<&mut ReactingSpec>,
+        mut each: impl FnMut(StepRecord) -> Result<bool>,
+    ) -> Result<Option<Fault>> {
+        while state.step < step {
+            let spec = change.as_ref().map_or(&self.spec, |change| change.spec());
+            let batch = self.part(spec, state.step + 1)?;
+            let record = match self.compute(spec, state, &batch, Detail::Sums)?.1 {
+                Ok(record) => record,
+                Err(diverged) => return Ok(Some(diverged)),
+            };
+            change.iter_mut().try_for_each(|change| change.learn(&record))?;
+            if !each(record)? {
+                break;
+            }
+        }
+        Ok(None)
+    }
+
     /// Recomputes the steps after `state` up to `step`; each must match the ledger.
-    fn walk(&self, state: &mut State, step: u64) -> Result<()> {
+    pub(super) fn walk(&self, state: &mut State, step: u64) -> Result<()> {
         let speaks = self.world.comm.rank() == 0;
         if speaks {
             self.note_way(state.step, step);
         }
         let what = format!("computing the state after step {step}");
         let mut waiting = speaks.then(|| WaitCounter::new(what, step - state.step));
-        while state.step < step {
-            let batch = self.part(&self.spec, state.step + 1)?;
-            let next = self.replayed(state, &batch, Detail::Sums, StateSource::Anew, |_| ())?;
-            if next.verdict != Verdict::SameBits {
-                return Err(self.on_the_way(&next));
-            }
+        let mut odd = None;
+        let diverged = self.advance_to(state, step, None, |record| {
             waiting.iter_mut().for_each(WaitCounter::one);
+            let difference = self.difference(record.step, Some(&record))?;
+            odd = difference.map(|difference| (record.step, Some(record), difference));
+            Ok(odd.is_none())
+        })?;
+        if diverged.is_some() {
+            let at = state.step + 1;
+            odd = self.difference(at, None)?.map(|difference| (at, None, difference));
         }
-        Ok(())
+        let Some((at, record, difference)) = odd else { return Ok(()) };
+        // The state before it is recomputed: copying each state on the way for this rare case would cost more.
+        let (before, batch) = (self.anew(at - 1)?, self.part(&self.spec, at)?);
+        let verdict = self.again(before.as_ref(), &batch, record.as_ref(), &difference)?;
+        Err(self.on_the_way(&self.found(at, verdict, Some(difference))))
     }
 
     /// Recomputes the state after `step`, which was reproduced the first time; `None` if it is not now.
-    pub(super) fn anew(&self, step: u64) -> Result<Option<State>> {
+    fn anew(&self, step: u64) -> Result<Option<State>> {
         let (mut state, _) = self.nearest(step)?;
-        while state.step < step {
-            let batch = self.part(&self.spec, state.step + 1)?;
-            let (_, outcome) = self.compute(&self.spec, &mut state, &batch, Detail::Sums)?;
-            if self.difference(batch.step, outcome.ok().as_ref())?.is_some() {
-                return Ok(None);
-            }
-        }
-        Ok(Some(state))
+        let diverged = self.advance_to(&mut state, step, None, |record| {
+            Ok(self.difference(record.step, Some(&record))?.is_none())
+        })?;
+        Ok((diverged.is_none() && state.step == step).then_some(state))
     }
 
     /// The newest state up to `step` among the run's checkpoints and the states kept by replays; also what was skipped.
@@ -174,7 +193,7 @@ impl Replayer {
     }
 
     /// The error for a step on the way that does not match the ledger.
-    pub(super) fn on_the_way(&self, next: &Replayed) -> Fault {
+    fn on_the_way(&self, next: &Replayed) -> Fault {
         let quantity = next.difference.as_ref().map_or("outcome", |found| &found.quantity);
         let fault = Fault::mismatch(format!(
             "step {} on the way came out with {}: its {quantity} differs from the ledger",

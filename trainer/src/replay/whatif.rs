@@ -7,15 +7,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use contract::{Class, Fault, Result};
+use contract::{Fault, Result};
 use loader::{Batch, explain};
 use serde::Serialize;
 
-use super::{Replayer, Verdict};
+use super::Replayer;
 use crate::change::{DocumentsBySource, WhatIfChange};
+use crate::ledger::StepRecord;
 use crate::optim::guard::Skipped;
 use crate::state::State;
-use crate::step::Detail;
 use crate::waiting::WaitCounter;
 
 /// Loss and gradient norm of a step.
@@ -61,67 +61,49 @@ pub fn imagine(
     // Parsed from the text that a fork would train.
     let mut amended = replayer.changed(&curriculum, steps.start)?;
     let mut state = replayer.state_after(steps.start - 1)?;
-    let mut original = Original::new(replayer, &state, &steps)?;
+    let before = (steps.end - 1 > replayer.recorded()).then(|| state.copy()).transpose()?;
     let mut answer = WhatIfSteps { steps: Vec::new(), diverged: None, no_fork };
     let count = steps.end - steps.start;
     let mut waiting =
         replayer.is_rank_0().then(|| WaitCounter::new("steps with the change", count));
-    for step in steps {
-        let was = original.step(replayer, step)?;
-        let batch = replayer.part(amended.spec(), step)?;
-        let (_, outcome) = replayer.compute(amended.spec(), &mut state, &batch, Detail::Sums)?;
-        let record = match outcome {
-            Ok(record) => record,
-            Err(fault) => {
-                answer.diverged = Some(fault.to_string());
-                break;
-            }
-        };
-        amended.learn(&record)?;
-        let (would_be, skipped) = ((record.loss, record.norm()), record.skipped);
-        let dropped_labels = dropped_labels(replayer, step, change)?;
-        answer.steps.push(WhatIfStep { step, dropped_labels, was, would_be, skipped });
-        waiting.iter_mut().for_each(WaitCounter::one);
+    let diverged =
+        replayer.advance_to(&mut state, steps.end - 1, Some(&mut amended), |record| {
+            let (step, skipped) = (record.step, record.skipped);
+            let dropped_labels = dropped_labels(replayer, step, change)?;
+            let (was, would_be) = (None, (record.loss, record.norm()));
+            answer.steps.push(WhatIfStep { step, dropped_labels, was, would_be, skipped });
+            waiting.iter_mut().for_each(WaitCounter::one);
+            Ok(true)
+        })?;
+    answer.diverged = diverged.map(|fault| fault.to_string());
+    let last = steps.start + answer.steps.len() as u64;
+    let original = original(replayer, before, steps.start..last)?;
+    for (step, was) in answer.steps.iter_mut().zip(original) {
+        step.was = Some(was);
     }
     Ok(answer)
 }
 
-/// The run itself: from its ledger, or computed after the ledger's end.
-struct Original {
-    /// Its state, if steps must be computed.
-    state: Option<State>,
-}
-
-impl Original {
-    fn new(replayer: &Replayer, before: &State, steps: &Range<u64>) -> Result<Self> {
-        let computed = steps.end - 1 > replayer.recorded();
-        Ok(Original { state: computed.then(|| before.copy()).transpose()? })
+/// Loss and norm of the run itself in these steps, up to one that diverges: from its ledger, or computed from the state
+/// `before` them after the ledger's end.
+fn original(
+    replayer: &Replayer,
+    before: Option<State>,
+    steps: Range<u64>,
+) -> Result<Vec<LossAndNorm>> {
+    let recorded = replayer.recorded();
+    let values = |record: &StepRecord| (record.loss, record.norm());
+    let known = steps.start..steps.end.min(recorded + 1);
+    let known = known.map(|step| Ok(values(&replayer.ledger.record(step)?)));
+    let mut was = known.collect::<Result<Vec<_>>>()?;
+    if let Some(mut state) = before.filter(|_| steps.end > recorded + 1) {
+        replayer.walk(&mut state, recorded)?;
+        replayer.advance_to(&mut state, steps.end - 1, None, |record| {
+            was.push(values(&record));
+            Ok(true)
+        })?;
     }
-
-    /// Loss and norm of `step`; `None` once the run has diverged.
-    fn step(&mut self, replayer: &Replayer, step: u64) -> Result<Option<LossAndNorm>> {
-        if step <= replayer.recorded() {
-            let record = replayer.ledger.record(step)?;
-            if let Some(state) = &mut self.state {
-                let again = replayer.step(state, Detail::Sums)?;
-                if again.verdict != Verdict::SameBits {
-                    return Err(replayer.on_the_way(&again));
-                }
-            }
-            return Ok(Some((record.loss, record.norm())));
-        }
-        let Some(state) = &mut self.state else { return Ok(None) };
-        let batch = replayer.part(replayer.spec(), step)?;
-        let (_, outcome) = replayer.compute(replayer.spec(), state, &batch, Detail::Sums)?;
-        match outcome {
-            Ok(record) => Ok(Some((record.loss, record.norm()))),
-            Err(fault) if fault.class() == Class::Diverged => {
-                self.state = None;
-                Ok(None)
-            }
-            Err(fault) => Err(fault),
-        }
-    }
+    Ok(was)
 }
 
 /// The numbers of the documents with these ids. Refuses one without labels in all of the steps, before the state for
