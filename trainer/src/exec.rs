@@ -51,7 +51,7 @@ pub struct ExecOptions {
     pub restart: bool,
     /// Where checkpoints are stored if not in the run's folder: another folder, or a place in a bucket.
     pub checkpoints: Option<Location>,
-    /// States kept in memory, to be written when a loss jumps.
+    /// States kept in memory, to be written at a spike.
     pub snapshots: SnapshotOptions,
     /// A program that receives the metrics of each step on its standard input, one line of JSON each.
     pub metrics_exec: Option<String>,
@@ -90,7 +90,7 @@ impl ExecOptions {
             checkpoint_timeout: Duration::from_secs(3600),
             restart: false,
             checkpoints: None,
-            snapshots: SnapshotOptions { states: 0, every: 10, spike: 6.0 },
+            snapshots: SnapshotOptions::OFF,
             metrics_exec: None,
             options: None,
             stop_after: None,

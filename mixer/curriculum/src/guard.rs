@@ -16,7 +16,7 @@
 use contract::Packed;
 use serde::{Deserialize, Serialize};
 
-use super::{AutoClipSpec, Hyperparameters, NonFinite, SkipStepSpec};
+use super::{AutoClipSpec, Hyperparameters, NonFinite, SkipStepSpec, stats};
 
 /// The curriculum's rules for skipping and clipping.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -195,7 +195,7 @@ fn judge(
 ) -> Skipped {
     let far = |kept: &[u64], value: f64| {
         before(window, kept).is_some_and(|before| {
-            let (mean, deviation) = spread(&before);
+            let (mean, deviation) = stats::mean_and_deviation(&before);
             value - mean > sigma * deviation
         })
     };
@@ -206,19 +206,9 @@ fn judge(
     }
 }
 
-/// Mean and standard deviation of at least two values.
-fn spread(values: &[f64]) -> (f64, f64) {
-    let sum = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, |sum, value| sum + value);
-    let mean = sum(&mut values.iter().copied()) / values.len() as f64;
-    let squares = sum(&mut values.iter().map(|value| (value - mean) * (value - mean)));
-    (mean, (squares / (values.len() - 1) as f64).sqrt())
-}
-
 fn longest(AutoClipSpec { window, percentile }: AutoClipSpec, norms: &[u64]) -> f64 {
-    let Some(mut norms) = before(window, norms) else { return f64::INFINITY };
-    norms.sort_by(f64::total_cmp);
-    let rank = (percentile * norms.len() as u64).div_ceil(100);
-    norms[rank.max(1) as usize - 1]
+    let longest = before(window, norms).and_then(|norms| stats::percentile(norms, percentile));
+    longest.unwrap_or(f64::INFINITY)
 }
 
 #[cfg(test)]

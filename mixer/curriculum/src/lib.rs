@@ -23,6 +23,7 @@ mod places;
 pub mod rate;
 mod reaction;
 mod schedule;
+pub mod stats;
 mod text;
 mod weights;
 

@@ -1,16 +1,14 @@
-//! Snapshots of recent states in memory: when a loss jumps, the one before it is written to disk, so that the step can
-//! be replayed without recomputing from the last checkpoint.
+//! Snapshots of recent states in memory: the one before a spike is written to disk, so that the step can be replayed
+//! without recomputing from the last checkpoint.
 //!
 //! Invariant: what is written and when is a function of the run and of these options, so all ranks decide alike.
 
 use std::collections::VecDeque;
 
 use contract::Result;
+use curriculum::stats::{self, Deviation, GAP, RecentValues};
 
 use super::Snapshot;
-
-/// Losses that a jump is measured against: at most, and at least.
-const LOSSES: (usize, usize) = (64, 8);
 
 /// Which states are kept in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,37 +17,47 @@ pub struct SnapshotOptions {
     pub states: usize,
     /// Steps between them.
     pub every: u64,
-    /// A loss jumps if it exceeds the mean of the losses before it by this many standard deviations.
+    /// A step is a spike if its loss or gradient norm is this many spreads from usual ([`stats::is_spike`]).
     pub spike: f64,
 }
 
-/// Recent states and losses.
+impl SnapshotOptions {
+    /// No snapshots.
+    pub const OFF: SnapshotOptions = SnapshotOptions { states: 0, every: 10, spike: stats::FAR };
+}
+
+/// Recent states, losses and gradient norms.
 pub struct Snapshots {
     options: SnapshotOptions,
     states: VecDeque<Snapshot>,
-    losses: VecDeque<f64>,
+    losses: RecentValues,
+    norms: RecentValues,
+    /// The last spike.
+    last: Option<u64>,
 }
 
 impl Snapshots {
     /// With no states yet.
     pub fn new(options: SnapshotOptions) -> Self {
-        Snapshots { options, states: VecDeque::new(), losses: VecDeque::new() }
+        let (losses, norms) = (RecentValues::of_few(), RecentValues::of_few());
+        Snapshots { options, states: VecDeque::new(), losses, norms, last: None }
     }
 
-    /// Records the step whose state `copy` copies. Returns the state to write to disk if its loss has jumped.
+    /// Records the step whose state `copy` copies, with its loss and gradient norm; `None` without labels. Returns the
+    /// state to write to disk if the step is the first of a spike.
     pub fn step(
         &mut self,
         step: u64,
-        loss: f64,
+        measured: Option<[f64; 2]>,
         copy: impl FnOnce() -> Result<Snapshot>,
     ) -> Result<Option<Snapshot>> {
         let SnapshotOptions { states, every, .. } = self.options;
         if states == 0 {
             return Ok(None);
         }
-        let jumped = self.jumped(loss);
-        // The newest one is from before this step. It is taken, so that one jump is written once.
-        let before = if jumped { self.states.pop_back() } else { None };
+        let begins = measured.is_some_and(|measured| self.begins(step, measured));
+        // The newest one is from before this step.
+        let before = if begins { self.states.pop_back() } else { None };
         if step.is_multiple_of(every.max(1)) {
             // Removes before it adds: there are never more than requested.
             while self.states.len() >= states {
@@ -60,21 +68,21 @@ impl Snapshots {
         Ok(before)
     }
 
-    fn jumped(&mut self, loss: f64) -> bool {
-        let count = self.losses.len() as f64;
-        let mean = self.losses.iter().sum::<f64>() / count;
-        let square = |one: &f64| (one - mean) * (one - mean);
-        let deviation = (self.losses.iter().map(square).sum::<f64>() / count).sqrt();
-        let jumped = self.losses.len() >= LOSSES.1 && loss > mean + self.options.spike * deviation;
-        if jumped {
-            // Later losses are compared only with losses since the jump.
-            self.losses.clear();
+    /// Whether a step with this loss and norm is the first of a spike.
+    fn begins(&mut self, step: u64, [loss, norm]: [f64; 2]) -> bool {
+        let score = |value: f64, found: Option<Deviation>| match value.is_finite() {
+            true => found.map(|found| found.score.abs()),
+            false => Some(f64::INFINITY),
+        };
+        let loss = score(loss, self.losses.place_loss(loss));
+        let norm = score(norm, self.norms.place_norm(norm));
+        let known = loss.or(norm).is_some();
+        let far = self.options.spike;
+        if !(known && stats::is_spike(loss.unwrap_or(0.0), norm.unwrap_or(0.0), far)) {
+            return false;
         }
-        self.losses.push_back(loss);
-        if self.losses.len() > LOSSES.0 {
-            self.losses.pop_front();
-        }
-        jumped
+        let last = self.last.replace(step);
+        last.is_none_or(|last| step > last + GAP)
     }
 }
 
@@ -88,26 +96,50 @@ mod tests {
     }
 
     proptest! {
+        /// Of the loss, of the norm, or of a loss that is no number; a plateau after it is the same spike.
         #[test]
-        fn a_jump_gives_the_newest_state_before_it(states in 1usize..5, every in 1u64..6, jump in 9u64..60) {
-            let mut snapshots = Snapshots::new(SnapshotOptions { states, every, spike: 6.0 });
-            for step in 1..=jump {
-                let loss = if step == jump { 9.0 } else { 3.0 + (step % 3) as f64 * 0.01 };
-                let found = snapshots.step(step, loss, || Ok(snapshot(step))).unwrap();
+        fn a_spike_gives_the_newest_state_before_it(
+            states in 1usize..5, every in 1u64..6, spike in 9u64..60, kind in 0..3,
+        ) {
+            let mut snapshots = Snapshots::new(SnapshotOptions { states, every, spike: 8.0 });
+            for step in 1..=spike + 9 {
+                let noise = (step * 7919 % 13) as f64 * 0.001;
+                let measured = match (step >= spike, kind) {
+                    (false, _) => [3.0 + noise, 1.0 + noise],
+                    (true, 0) => [9.0, 1.0 + noise],
+                    (true, 1) => [3.0 + noise, 5.0],
+                    (true, _) => [f64::NAN, 1.0 + noise],
+                };
+                let found = snapshots.step(step, Some(measured), || Ok(snapshot(step))).unwrap();
                 let found = found.map(|found| found.step());
                 let wanted = (step - 1) / every * every;
-                prop_assert_eq!(found, (step == jump && wanted > 0).then_some(wanted));
+                prop_assert_eq!(found, (step == spike && wanted > 0).then_some(wanted));
                 prop_assert!(snapshots.states.len() <= states);
             }
-            prop_assert!(snapshots.step(jump + 1, 9.0, || Ok(snapshot(0))).unwrap().is_none(), "a jump is told once");
         }
+    }
+
+    #[test]
+    fn a_step_without_labels_is_no_spike() {
+        let mut snapshots = Snapshots::new(SnapshotOptions { states: 1, every: 1, spike: 8.0 });
+        for step in 1..40 {
+            let measured = (step % 5 > 0).then_some([3.0 + (step * 7919 % 13) as f64 * 0.001, 1.0]);
+            assert!(snapshots.step(step, measured, || Ok(snapshot(step))).unwrap().is_none());
+        }
+        let far = snapshots.step(40, Some([4.0, 1.0]), || Ok(snapshot(40))).unwrap();
+        assert_eq!(far.map(|far| far.step()), Some(39));
     }
 
     #[test]
     fn without_a_ring_nothing_is_copied() {
         let mut snapshots = Snapshots::new(SnapshotOptions { states: 0, every: 1, spike: -9.0 });
         for step in 1..100 {
-            assert!(snapshots.step(step, step as f64, || panic!("it copied")).unwrap().is_none());
+            assert!(
+                snapshots
+                    .step(step, Some([step as f64; 2]), || panic!("it copied"))
+                    .unwrap()
+                    .is_none()
+            );
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use curriculum::stats;
 use kernels::group::RankProgress;
 
 use super::rules::StragglerRule;
@@ -118,11 +119,10 @@ impl StragglerDetector {
     }
 
     fn find_straggler(&mut self, times: &BTreeMap<u32, f64>) -> Option<Straggler> {
-        let usual = median(times.values().copied().collect());
-        let apart = median(times.values().map(|time| (time - usual).abs()).collect());
-        // A normal distribution's median absolute deviation is 0.6745 standard deviations; a thousandth of the time is
-        // noise.
-        let deviation = (apart / 0.6745).max(1e-3 * usual);
+        // The lower one of two: half of the ranks are not slow.
+        let usual = stats::median(times.values().copied()).unwrap_or_default();
+        // A thousandth of the time is noise.
+        let deviation = stats::spread(times.values().copied(), usual).max(1e-3 * usual);
         self.count.retain(|rank, _| times.contains_key(rank));
         let mut found = None;
         for (rank, seconds) in times {
@@ -136,12 +136,6 @@ impl StragglerDetector {
         }
         found
     }
-}
-
-/// The median, the lower of the middle two: half of the ranks are not slow.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
 }
 
 #[cfg(test)]

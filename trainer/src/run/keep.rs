@@ -77,7 +77,7 @@ impl<'a> CheckpointWriter<'a> {
         })
     }
 
-    /// Handles a finished step: records a checkpoint that was written meanwhile and, if the loss has jumped, all ranks
+    /// Handles a finished step: records a checkpoint that was written meanwhile and, if it begins a spike, all ranks
     /// write their snapshots of the state before.
     pub(super) fn remember(
         &mut self,
@@ -87,11 +87,12 @@ impl<'a> CheckpointWriter<'a> {
     ) -> Result<()> {
         recorder.written(self.saver.done()?)?;
         let copy = || Snapshot::beside(state, &self.unloader);
-        let before = self.snapshots.step(record.step, record.loss, copy)?;
+        let measured = (record.label_count > 0).then(|| [record.loss, record.norm()]);
+        let before = self.snapshots.step(record.step, measured, copy)?;
         let Some(before) = before else { return Ok(()) };
         let step = before.step();
         self.keep_now(before, state.owners.pieces(), recorder, true)?;
-        recorder.jumped(record.step, step)
+        recorder.spike(record.step, step)
     }
 
     /// Saves the state, which has this digest, while training continues.

@@ -162,13 +162,13 @@ impl Recorder<'_> {
         Ok(Some((ledger.record(step)?.state_digest, chain)))
     }
 
-    /// Records that the loss of `step` jumped, and that the state after `before` was saved for a replay.
-    pub(super) fn jumped(&mut self, step: u64, before: u64) -> Result<()> {
+    /// Records that a spike begins at `step`, and that the state after `before` was saved for a replay.
+    pub(super) fn spike(&mut self, step: u64, before: u64) -> Result<()> {
         let Some(book) = &mut self.0 else { return Ok(()) };
         book.events.write("spike", json!({"step": step, "kept": before}))?;
         let look = book.replay(step);
         book.progress.note(&format!(
-            "the loss of step {step} jumped: the state after step {before} is kept for {look}"
+            "step {step} is a spike: the state after step {before} is kept for {look}"
         ));
         Ok(())
     }

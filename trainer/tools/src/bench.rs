@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
+use curriculum::stats::median;
 use kernels::{profile, runtime};
 use loader::RankSlice;
 use serde::Serialize;
@@ -136,12 +137,13 @@ impl StepTable {
 
     /// Median wall time of a step.
     pub fn median_seconds(&self) -> f64 {
-        median(self.by_step.iter().map(|step| step.seconds))
+        median(self.by_step.iter().map(|step| step.seconds)).unwrap_or_default()
     }
 
     /// Median seconds of the part at `index` of [`StepTable::parts`].
     pub fn median_of(&self, index: usize) -> f64 {
-        median(self.by_step.iter().filter_map(|step| step.parts.get(index).copied()))
+        let parts = self.by_step.iter().filter_map(|step| step.parts.get(index).copied());
+        median(parts).unwrap_or_default()
     }
 
     /// Tokens per second.
@@ -152,16 +154,6 @@ impl StepTable {
     /// The model's operations divided by those that the limit allows in the same time.
     pub fn utilisation(&self) -> f64 {
         self.model_flops / (self.seconds * self.limit)
-    }
-}
-
-/// The median; of an even count, the mean of the middle two.
-fn median(numbers: impl Iterator<Item = f64>) -> f64 {
-    let mut all: Vec<f64> = numbers.collect();
-    all.sort_by(f64::total_cmp);
-    match all.len() {
-        0 => 0.0,
-        count => f64::midpoint(all[(count - 1) / 2], all[count / 2]),
     }
 }
 

@@ -16,4 +16,3 @@ pub mod explain;
 pub mod report;
 pub mod sizing;
 pub mod trace;
-mod usual;

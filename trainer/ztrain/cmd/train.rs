@@ -88,14 +88,14 @@ struct CheckpointFlags {
     /// Compute every step again from the first where no checkpoint can be used; each is held against the ledger.
     #[arg(long)]
     restart: bool,
-    /// Recent states kept in memory: when the loss jumps, the one before the jump is written down for `ztrain replay`.
+    /// Recent states kept in memory: at a spike the one before it is written down for `ztrain replay`.
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     snapshots: usize,
     /// Steps between two snapshots.
-    #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "STEPS", default_value_t = SnapshotOptions::OFF.every, value_parser = clap::value_parser!(u64).range(1..))]
     snapshot_every: u64,
-    /// Standard deviations above the mean of recent losses from which a loss counts as a jump.
-    #[arg(long, value_name = "COUNT", default_value_t = 6.0, value_parser = above_zero)]
+    /// Spreads from usual from which the loss or gradient norm of a step is a spike, as for `ztrain spikes`.
+    #[arg(long, value_name = "COUNT", default_value_t = SnapshotOptions::OFF.spike, value_parser = above_zero)]
     snapshot_on_spike: f64,
     /// Newest snapshots on disk that are kept.
     #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]

@@ -2,7 +2,7 @@
 
 use contract::Result;
 
-use crate::usual::FEW;
+use curriculum::stats::{self, FEW};
 use trainer::ledger::{Ledger, StepRecord};
 
 /// Steps over which the cost of a source is averaged: few, since losses fall.
@@ -48,17 +48,11 @@ impl PreviousSteps {
 
     /// The median of a quantity over these steps; `None` where no step has it.
     pub(super) fn median(&self, quantity: impl Fn(&StepRecord) -> Option<f64>) -> Option<f64> {
-        median(self.records.iter().filter_map(quantity).collect())
+        stats::median(self.records.iter().filter_map(quantity))
     }
 
     /// The same over the most recent steps.
     pub(super) fn lately(&self, quantity: impl Fn(&StepRecord) -> Option<f64>) -> Option<f64> {
-        median(self.records.iter().rev().take(LATELY).filter_map(quantity).collect())
+        stats::median(self.records.iter().rev().take(LATELY).filter_map(quantity))
     }
-}
-
-/// The median; of an even count, the lower of the middle two.
-pub(super) fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len().saturating_sub(1) / 2).copied()
 }

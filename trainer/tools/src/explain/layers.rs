@@ -1,6 +1,7 @@
 //! The layers of the model at a step: norms compared with those of the steps before, routers, temperatures.
 
 use contract::Result;
+use curriculum::stats;
 use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
@@ -119,8 +120,8 @@ pub(super) fn layers(
             median: history.median(|record| update(record, index)),
         },
         update_before: last.and_then(|(last, rest)| {
-            let rest = rest.iter().filter_map(|record| update(record, index)).collect();
-            Some(NormEvidence { norm: update(last, index)?, median: super::history::median(rest) })
+            let rest = rest.iter().filter_map(|record| update(record, index));
+            Some(NormEvidence { norm: update(last, index)?, median: stats::median(rest) })
         }),
     };
     Ok(ledger::layers(&spec.names()).into_iter().enumerate().map(layer).collect())

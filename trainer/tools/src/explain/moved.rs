@@ -1,4 +1,4 @@
-//! How far a step is from what the steps before it predict, by the same measure as odd steps in `report` (`usual`).
+//! How far a step is from what the steps before it predict, by the same measure as odd steps in `report` ([`curriculum::stats`]).
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::RunChange;
 use super::history::PreviousSteps;
-use crate::usual::{Deviation, RecentValues};
+use curriculum::stats::{self, Deviation, RecentValues, log_norm};
 use trainer::ledger::{Packed, StepRecord};
 use trainer::optim::guard::Skipped;
 
@@ -67,8 +67,7 @@ impl Deviations {
                 false => Some(Deviation { usual: window.median()?, score: f64::INFINITY }),
             }
         };
-        let log = |norm: f64| norm.max(f64::MIN_POSITIVE).ln();
-        let of_norm = position(log(norm), NORM_FLOOR, &|record| Some(log(record.norm())));
+        let of_norm = position(log_norm(norm), NORM_FLOOR, &|record| Some(log_norm(record.norm())));
         let mut sources = BTreeMap::new();
         for (name, sum) in record.iter().flat_map(|record| &record.sources) {
             let labels = sum.labels as f64;
@@ -114,7 +113,7 @@ fn update(history: &[StepRecord], record: Option<&StepRecord>) -> Option<f64> {
         norms.iter().map(|bits| f64::from_bits(*bits).powi(2)).sum::<f64>().sqrt()
     };
     let (last, rest) = history.split_last()?;
-    let usual = super::history::median(rest.iter().map(of).filter(|norm| *norm > 0.0).collect())?;
+    let usual = stats::median(rest.iter().map(of).filter(|norm| *norm > 0.0))?;
     let both = [Some(last), record].into_iter().flatten().map(|record| of(record) / usual);
     both.filter(|times| *times > 0.0).max_by(|a, b| a.ln().abs().total_cmp(&b.ln().abs()))
 }

@@ -1,9 +1,9 @@
 //! How fast the step was computed, by the events. Waiting never changes results, but explains slow steps.
 
 use contract::Result;
+use curriculum::stats::median;
 use serde::Serialize;
 
-use super::history::median;
 use crate::report::{EventLog, SLOW};
 use trainer::folder::RunFolder;
 

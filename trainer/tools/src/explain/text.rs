@@ -5,7 +5,7 @@ use std::fmt::{Display, Formatter, Result};
 use contract::terminal;
 
 use super::{DocumentEvidence, Explanation, NormEvidence, Removal, WorstToken};
-use crate::usual::Deviation;
+use curriculum::stats::Deviation;
 use trainer::optim::guard::Skipped;
 
 impl Display for Explanation {

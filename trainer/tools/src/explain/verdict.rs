@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::changes::{RunChange, RunChangeKind, number};
 use super::text::short;
 use super::{Explanation, RouterEvidence, documents};
-use crate::usual::FEW;
+use curriculum::stats::FEW;
 use trainer::replay::Verdict;
 use trainer::replay::narrow::joined;
 

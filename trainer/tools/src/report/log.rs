@@ -14,7 +14,7 @@ use serde_json::Value;
 use store::regular;
 
 use super::odd::{OddReason, OddReasonKind, OddStep, add};
-use crate::usual::RecentValues;
+use curriculum::stats::RecentValues;
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;
@@ -355,7 +355,7 @@ impl EventLog {
                 let kept = number(fields, "kept");
                 (
                     NotableEventKind::Spike,
-                    format!("the loss of step {step} jumped: the state after step {kept} was kept"),
+                    format!("step {step} is a spike: the state after step {kept} was kept"),
                 )
             }
             _ => return self.of_ranks(event, fields),

@@ -8,15 +8,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use serde::Serialize;
 
-use crate::usual::{LENGTH, RecentValues};
+use curriculum::stats::{FAR, GAP, LENGTH, RecentValues, TOGETHER};
 use trainer::ledger::StepSummaryFields;
-
-/// A value is odd from this distance in spreads. A spread estimated from 32 steps may be half of the true one, and
-/// noise has heavier tails than a normal distribution.
-const FAR: f64 = 8.0;
-
-/// The same where both loss and gradient norm are odd: by chance that is rare.
-const FAR_TOGETHER: f64 = 5.0;
 
 /// A source with a smaller share of a step's labels is not checked by itself.
 const PART: f64 = 0.05;
@@ -26,15 +19,6 @@ const NEAR: f64 = 4.0;
 
 /// How many of those are stored.
 const NEAREST: usize = 3;
-
-/// The minimum spread of a loss, as a fraction: training noise is never smaller.
-const LOSS_FLOOR: f64 = 2e-3;
-
-/// The minimum spread of the logarithm of a gradient norm.
-const NORM_FLOOR: f64 = 0.05;
-
-/// The maximum distance in steps of two odd ones of the same finding.
-const GAP: u64 = 3;
 
 /// A load collapses if its entropy falls below this fraction of what it was.
 const COLLAPSED: f64 = 0.6;
@@ -220,9 +204,7 @@ impl Detector {
                 format!("the loss is {loss}"),
             ));
         }
-        let found = self.loss.position(loss, LOSS_FLOOR * loss.abs());
-        self.loss.push(loss);
-        let found = found?;
+        let found = self.loss.place_loss(loss)?;
         let (usual, by) = (found.usual, loss - found.usual);
         let words = || format!("loss {loss:.4}, {by:+.4} against the usual {usual:.4}");
         OddReason::value(OddReasonKind::Loss, seen.step, [loss, usual, found.score], words)
@@ -238,9 +220,8 @@ impl Detector {
                 continue;
             }
             let [losses, counts] = self.sources.entry(name.clone()).or_default();
-            let found = losses.position(loss, LOSS_FLOOR * loss.abs());
+            let found = losses.place_loss(loss);
             let usually = counts.median();
-            losses.push(loss);
             counts.push(labels);
             let (Some(found), Some(usually)) = (found, usually) else { continue };
             // The mean of fewer labels is noisier.
@@ -270,11 +251,8 @@ impl Detector {
                 format!("the gradient norm is {norm}"),
             ));
         }
-        let log = norm.max(f64::MIN_POSITIVE).ln();
-        let found = self.norm.position(log, NORM_FLOOR);
-        self.norm.push(log);
-        let found = found?;
-        let usual = found.usual.exp();
+        let found = self.norm.place_norm(norm)?;
+        let usual = found.usual;
         let words =
             || format!("gradient norm {norm:.4}, {} the usual {usual:.4}", times(norm / usual));
         OddReason::value(OddReasonKind::Norm, seen.step, [norm, usual, found.score], words)
@@ -291,8 +269,8 @@ impl Detector {
             let of = all.iter().filter(|reason| (reason.kind == OddReasonKind::Norm) == norm);
             of.map(far).fold(0.0, f64::max)
         };
-        let together = of(true).min(of(false)) > FAR_TOGETHER;
-        let bound = if together { FAR_TOGETHER } else { FAR };
+        let together = of(true).min(of(false)) > TOGETHER * FAR;
+        let bound = if together { TOGETHER * FAR } else { FAR };
         let (mut odd, near): (Vec<_>, Vec<_>) =
             all.into_iter().partition(|reason| far(reason) > bound);
         // If the whole loss is odd, its sources are not listed.

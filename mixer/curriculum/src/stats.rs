@@ -1,4 +1,4 @@
-//! The usual value of a quantity: the trend and the noise of the steps just before.
+//! What is usual, and when a value is a spike: one definition for everything that looks for odd steps.
 //!
 //! ```text
 //! slope   (median of the later half - median of the earlier half) / the distance between their middles
@@ -7,7 +7,15 @@
 //!         the next over the root of two if that is less: on a curve the first counts the trend as noise
 //! level   the median of the last 24 values
 //! score   (value - usual) / max(spread, least), or by the level if that is nearer; 0 between the two
+//! spike   the loss or the logarithm of the gradient norm scores more than 8, or both more than 5, above or below;
+//!         or one of them is not finite
 //! ```
+//!
+//! - `ztrain spikes` and the page of a run list these steps, and `--snapshots` writes the state before them.
+//! - `ztrain explain` was asked about one step, not about a million, and lowers the bounds (`explain::moved`).
+//! - A straggler is a rank whose time is far from the median rank's, in the same spreads over ranks ([`spread`]).
+//! - `[skip_step]` and `[auto_clip]` decide what a run computes, and take what other trainers call by these names: mean
+//!   and standard deviation, and a percentile, of a window ([`super::guard`]).
 //!
 //! Once the window is full, trend and noise are computed only every eight steps: they hardly change faster, and a run
 //! of 10^6 steps is read in seconds.
@@ -24,13 +32,13 @@ use std::f64::consts::SQRT_2;
 use serde::Serialize;
 
 /// The maximum number of values to compare with.
-pub(crate) const LENGTH: usize = 64;
+pub const LENGTH: usize = 64;
 
 /// Fewer values are not judged by.
 const LEAST: usize = 32;
 
 /// Except after a change, or if a single step is explained.
-pub(crate) const FEW: usize = 8;
+pub const FEW: usize = 8;
 
 /// A normal distribution's standard deviation divided by its median absolute deviation.
 const NORMAL: f64 = 1.4826;
@@ -43,7 +51,7 @@ const FRESH: u64 = 8;
 
 /// The previous values, oldest first.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct RecentValues {
+pub struct RecentValues {
     values: VecDeque<f64>,
     /// Whether eight values are enough.
     few: bool,
@@ -77,19 +85,45 @@ pub struct Deviation {
     pub score: f64,
 }
 
+/// A loss or gradient norm is a spike from this distance in spreads. A spread estimated from 32 steps may be half of the
+/// true one, and noise has heavier tails than a normal distribution.
+pub const FAR: f64 = 8.0;
+
+/// Both are from this fraction of it: by chance that is rare.
+pub const TOGETHER: f64 = 5.0 / 8.0;
+
+/// The maximum distance in steps of two spikes that are one.
+pub const GAP: u64 = 3;
+
+/// The minimum spread of a loss, as a fraction: training noise is never smaller.
+const LOSS_FLOOR: f64 = 2e-3;
+
+/// The minimum spread of the logarithm of a gradient norm.
+const NORM_FLOOR: f64 = 0.05;
+
+/// The logarithm by which gradient norms are compared: they differ by factors.
+pub fn log_norm(norm: f64) -> f64 {
+    norm.max(f64::MIN_POSITIVE).ln()
+}
+
+/// Whether a step is a spike, by the distances of its loss and its gradient norm, if one counts as far from `far` on.
+pub fn is_spike(loss: f64, norm: f64, far: f64) -> bool {
+    loss.max(norm) > far || loss.min(norm) > TOGETHER * far
+}
+
 impl RecentValues {
     /// A window that judges by as few as eight values.
-    pub(crate) fn of_few() -> RecentValues {
+    pub fn of_few() -> RecentValues {
         RecentValues { few: true, ..RecentValues::default() }
     }
 
     /// Records a change from the next value on.
-    pub(crate) fn change(&mut self) {
+    pub fn change(&mut self) {
         self.since = Some(0);
     }
 
     /// Adds a value; ignores values that are not finite.
-    pub(crate) fn push(&mut self, value: f64) {
+    pub fn push(&mut self, value: f64) {
         if !value.is_finite() {
             return;
         }
@@ -107,14 +141,14 @@ impl RecentValues {
     }
 
     /// The median of the values, or of those up to eight steps before, if there are enough.
-    pub(crate) fn median(&mut self) -> Option<f64> {
-        let found = self.fresh(self.median, || median(self.values.iter().copied()));
-        self.median = found;
-        found.map(|(_, median)| median)
+    pub fn median(&mut self) -> Option<f64> {
+        let all = || median(self.values.iter().copied()).unwrap_or_default();
+        self.median = self.fresh(self.median, all);
+        self.median.map(|(_, median)| median)
     }
 
     /// The position of `value`, the next one, with this minimum spread; `None` if there are too few values.
-    pub(crate) fn position(&mut self, value: f64, floor: f64) -> Option<Deviation> {
+    pub fn position(&mut self, value: f64, floor: f64) -> Option<Deviation> {
         self.trend = self.fresh(self.trend, || self.found());
         let (at, Trend { next, slope, level, spread }) = self.trend?;
         let expected = next + slope * (self.came - at) as f64;
@@ -131,6 +165,21 @@ impl RecentValues {
         };
         let score = if by_trend * by_level > 0.0 { by / spread } else { 0.0 };
         Some(Deviation { usual, score })
+    }
+
+    /// The position of a loss among those before it, to which it is then added; `None` if there are too few.
+    pub fn place_loss(&mut self, loss: f64) -> Option<Deviation> {
+        let found = self.position(loss, LOSS_FLOOR * loss.abs());
+        self.push(loss);
+        found
+    }
+
+    /// The same for a gradient norm: the usual value is a norm, the score is that of the logarithm.
+    pub fn place_norm(&mut self, norm: f64) -> Option<Deviation> {
+        let log = log_norm(norm);
+        let found = self.position(log, NORM_FLOOR);
+        self.push(log);
+        found.map(|found| Deviation { usual: found.usual.exp(), ..found })
     }
 
     /// The cached result while it is fresh, else a new one; `None` if there are too few values.
@@ -153,31 +202,49 @@ impl RecentValues {
 
     fn found(&self) -> Trend {
         let (count, half) = (self.values.len(), self.values.len() / 2);
-        let part = |from: usize, to: usize| median(self.values.range(from..to).copied());
+        let part = |from: usize, to: usize| {
+            median(self.values.range(from..to).copied()).unwrap_or_default()
+        };
         let slope = (part(count - half, count) - part(0, half)) / (count - half) as f64;
         let moved = self.values.iter().enumerate();
         let moved: Vec<f64> = moved.map(|(at, one)| one + slope * (count - at) as f64).collect();
-        let next = median(moved.iter().copied());
-        let around = NORMAL * median(moved.iter().map(|one| (one - next).abs()));
+        let next = median(moved.iter().copied()).unwrap_or_default();
+        let around = spread(moved.iter().copied(), next);
         let pairs = self.values.iter().zip(self.values.iter().skip(1));
-        let between = NORMAL / SQRT_2 * median(pairs.map(|(one, next)| (next - one).abs()));
+        let between = spread(pairs.map(|(one, next)| next - one), 0.0) / SQRT_2;
         let spread = around.min(between);
         let level = part(count.saturating_sub(LATELY), count);
         Trend { next, slope, level, spread }
     }
 }
 
-/// The median of at least one value.
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    let half = values.len() / 2;
-    let even = values.len().is_multiple_of(2);
-    let (below, middle, _) = values.select_nth_unstable_by(half, f64::total_cmp);
-    let highest_below = below.iter().copied().max_by(f64::total_cmp);
-    match highest_below.filter(|_| even) {
-        Some(before) => (before + *middle) / 2.0,
-        None => *middle,
-    }
+/// The value at a percentile from 0 to 100 by the nearest rank: the k-th smallest, `k = ceil(percent n / 100)`, from 1.
+/// `None` without values.
+pub fn percentile(values: impl IntoIterator<Item = f64>, percent: u64) -> Option<f64> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    let rank = (percent * values.len() as u64).div_ceil(100).max(1) as usize;
+    let found =
+        (rank <= values.len()).then(|| values.select_nth_unstable_by(rank - 1, f64::total_cmp));
+    found.map(|(_, found, _)| *found)
+}
+
+/// The median: the middle value, the lower one of two. `None` without values.
+pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    percentile(values, 50)
+}
+
+/// The standard deviation of values around `middle` if they are normal, whatever a few of them are: 1.4826 times their
+/// median distance. 0 without values.
+pub fn spread(values: impl IntoIterator<Item = f64>, middle: f64) -> f64 {
+    NORMAL * median(values.into_iter().map(|value| (value - middle).abs())).unwrap_or_default()
+}
+
+/// Mean and standard deviation of at least two values, by sums in their order.
+pub fn mean_and_deviation(values: &[f64]) -> (f64, f64) {
+    let sum = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, |sum, value| sum + value);
+    let mean = sum(&mut values.iter().copied()) / values.len() as f64;
+    let squares = sum(&mut values.iter().map(|value| (value - mean) * (value - mean)));
+    (mean, (squares / (values.len() - 1) as f64).sqrt())
 }
 
 #[cfg(test)]
@@ -186,15 +253,16 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// By definition: the middle of the sorted values, or the mean of the middle two.
+        /// By definition: fewer than this share of the values are below it, and at least as many not above.
         #[test]
-        fn a_median_is_that_of_the_sorted_values(values in prop::collection::vec(-9i32..9, 1..70)) {
+        fn a_percentile_divides_the_values(values in prop::collection::vec(-9i32..9, 1..70), percent in 0u64..=100) {
             let values: Vec<f64> = values.into_iter().map(f64::from).collect();
-            let mut sorted = values.clone();
-            sorted.sort_by(f64::total_cmp);
-            let (count, half) = (sorted.len(), sorted.len() / 2);
-            let wanted = if count % 2 == 1 { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 };
-            prop_assert_eq!(median(values.into_iter()), wanted);
+            let found = percentile(values.iter().copied(), percent).unwrap();
+            let share = |is_in: &dyn Fn(&f64) -> bool| 100 * values.iter().filter(|one| is_in(one)).count() as u64;
+            let wanted = percent * values.len() as u64;
+            prop_assert!(values.contains(&found));
+            prop_assert!(share(&|one| *one < found) <= wanted && share(&|one| *one <= found) >= wanted);
+            prop_assert!(percent == 0 || share(&|one| *one < found) < wanted);
         }
 
         #[test]
