@@ -21,7 +21,7 @@ use crate::model::{
 /// `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of attention
 /// inside each document, the router, the experts, and the head. Norms, activations, the optimizer and recomputation are
 /// not counted.
-pub(crate) fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
+pub fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
     let by = MicroBatchShape { tokens: tokens as i64, chunks: 1, routed: &[], recompute: false };
     let all = matmuls::of_micro_batch(config, by);
     let with_experts =
@@ -225,7 +225,7 @@ pub(crate) fn activation_bytes(
 }
 
 /// Bytes of one layer's keys and values of all chunks of a shared micro-batch, and of their gradients in f32.
-pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
+pub fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
     2 * (narrow(dtype) + 4) * config.key_size() as u64 * tokens
 }
 
@@ -250,7 +250,7 @@ fn attention_sent(config: &ZayaConfig, kind: Attention, narrow: u64, rows: Share
 
 /// Bytes that `degree` ranks send each other in all for a shared micro-batch of `rows` sequences of `seq_len` tokens,
 /// each one document: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
-pub(crate) fn shared_bytes(
+pub fn shared_bytes(
     config: &ZayaConfig,
     rows: u64,
     seq_len: u64,
@@ -277,7 +277,7 @@ pub(crate) fn shared_bytes(
 
 /// Bytes of weight shards that `degree` ranks send each other in all for a micro-batch: each shard once for the forward
 /// pass, once for the backward pass, and once more for recomputation.
-pub(crate) fn folded_bytes(
+pub fn folded_bytes(
     parameters: &[ParamSpec],
     degree: u64,
     keep: ActivationCheckpointing,

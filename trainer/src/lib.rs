@@ -6,8 +6,7 @@
 //! - [`audit`] decides which micro-batches are computed twice.
 //! - [`launch`] starts ranks and finds their places, [`mesh`] distributes the work over them.
 //! - [`replay`] recomputes past steps. [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains.
-//! - [`plan`] predicts what a run will need before it allocates; [`costs`] has the operations and bytes of a
-//!   micro-batch.
+//! - [`costs`] has the operations and bytes of a micro-batch, [`memory`] the bytes of each rank.
 //! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
 //! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
 //!   curves, [`validate`] computes the validation loss, [`evaluate`] scores tasks, [`progress`] prints a line for each
@@ -39,7 +38,6 @@ pub mod metrics;
 pub mod model;
 pub mod optim;
 mod passes;
-pub mod plan;
 pub mod progress;
 mod reaction;
 pub mod refusal;

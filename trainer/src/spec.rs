@@ -172,7 +172,7 @@ impl RunSpec {
     }
 
     /// The phases with their first and last steps, split where an amendment changes the dtype.
-    pub(crate) fn segments(&self) -> Vec<(&str, u64, u64)> {
+    pub fn segments(&self) -> Vec<(&str, u64, u64)> {
         let amended = self.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
         let cuts: Vec<u64> = amended.map(|one| one.step).collect();
         let phases = self.plan.phases().iter().flat_map(|phase| {

@@ -187,11 +187,7 @@ pub(super) fn tensors(layout: &StateLayout) -> Vec<(TensorSet, String, Vec<i64>,
 }
 
 /// Size in bytes of the manifest after `step` for a state of this layout, cut into `pieces`, without windows.
-pub(crate) fn manifest_bytes(
-    layout: &StateLayout,
-    pieces: &[ParamShard],
-    step: u64,
-) -> Result<u64> {
+pub fn manifest_bytes(layout: &StateLayout, pieces: &[ParamShard], step: u64) -> Result<u64> {
     let mut sizes: BTreeMap<String, u64> = BTreeMap::new();
     for piece in pieces {
         for set in TensorSet::ALL {

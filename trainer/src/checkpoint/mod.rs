@@ -26,7 +26,7 @@ use curriculum::Dtype;
 use store::{Location, disk, open};
 use tch::Device;
 
-pub(crate) use format::manifest_bytes;
+pub use format::manifest_bytes;
 pub use format::{BlobRecord, BoxRecord, CheckpointManifest, TensorRecord, TensorSet};
 pub use read::{CheckpointReader, ReadRequest};
 pub(crate) use read::{GO_ON, OTHER_VERSION};
@@ -86,7 +86,7 @@ pub struct Retention {
     pub every: u64,
     /// And some older ones, at intervals that grow with age.
     pub aged: bool,
-    /// This many of the newest pinned ones, which were written because a loss jumped; they do not count as `newest`.
+    /// This many of the newest pinned ones, which were written before spikes; they do not count as `newest`.
     pub pinned: usize,
 }
 

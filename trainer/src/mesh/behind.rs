@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use super::team::NodeLayout;
 
 /// Bytes that each position of a line owns.
-pub(crate) struct OwnedBytes {
+pub struct OwnedBytes {
     bytes: Vec<u64>,
     all: u64,
     /// By the number of ranks of a machine: sums by the remainder of the owner's position, which determines its leader
@@ -16,7 +16,7 @@ pub(crate) struct OwnedBytes {
 
 impl OwnedBytes {
     /// From the bytes of each position.
-    pub(crate) fn new(bytes: Vec<u64>, nodes: &NodeLayout) -> OwnedBytes {
+    pub fn new(bytes: Vec<u64>, nodes: &NodeLayout) -> OwnedBytes {
         let mut by_remainder = BTreeMap::new();
         for size in nodes.sizes() {
             by_remainder.entry(size).or_insert_with(|| {
@@ -31,17 +31,17 @@ impl OwnedBytes {
     }
 
     /// Bytes of all positions.
-    pub(crate) fn all(&self) -> u64 {
+    pub fn all(&self) -> u64 {
         self.all
     }
 
     /// Bytes of `place`.
-    pub(crate) fn of(&self, place: u32) -> u64 {
+    pub fn of(&self, place: u32) -> u64 {
         self.bytes[place as usize]
     }
 
     /// Bytes of the ranks elsewhere for which `place` is the leader of its machine.
-    pub(crate) fn behind(&self, nodes: &NodeLayout, place: u32) -> u64 {
+    pub fn behind(&self, nodes: &NodeLayout, place: u32) -> u64 {
         let here = nodes.ranks(nodes.of(place));
         let size = here.end - here.start;
         let remainder = place - here.start;

@@ -336,7 +336,7 @@ impl GradientSink for SharedSink<'_, '_> {
 }
 
 /// Bytes of weight gradients that the ranks of a line send each other for a micro-batch.
-pub(crate) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Assignment) -> u64 {
+pub fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Assignment) -> u64 {
     let places = || 0..dealt.degree;
     let of = |(index, parameter): (usize, &ParamSpec)| {
         // The embedding has two terms: the head's gradient and that of the rows looked up.

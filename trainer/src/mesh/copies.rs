@@ -3,18 +3,18 @@
 use crate::state::ownership::ParamShard;
 
 /// The steps whose replicas are held at a time: those of one step are sent while those of the step before stay.
-pub(crate) const STEPS: usize = 2;
+pub const STEPS: usize = 2;
 
 /// The distance in ranks from each rank to the partner that gets its replicas.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Partners {
+pub struct Partners {
     world: usize,
     distance: usize,
 }
 
 impl Partners {
     /// Chooses the distance at which most ranks have a partner on another machine.
-    pub(crate) fn new(nodes: &[String]) -> Partners {
+    pub fn new(nodes: &[String]) -> Partners {
         let world = nodes.len();
         let away = |distance: usize| {
             (0..world).filter(|from| nodes[*from] != nodes[(from + distance) % world]).count()
@@ -34,14 +34,14 @@ impl Partners {
     }
 
     /// The rank that gets `rank`'s replicas, and the rank whose replicas it gets.
-    pub(crate) fn of(self, rank: u32) -> (u32, u32) {
+    pub fn of(self, rank: u32) -> (u32, u32) {
         let Partners { world, distance } = self;
         let rank = rank as usize;
         (((rank + distance) % world) as u32, ((rank + world - distance) % world) as u32)
     }
 
     /// The same for every rank.
-    pub(crate) fn all_held(self, pieces: &[ParamShard]) -> Vec<u64> {
+    pub fn all_held(self, pieces: &[ParamShard]) -> Vec<u64> {
         let mut own = vec![0; self.world];
         for piece in pieces {
             own[piece.owner as usize] += 4 * STEPS as u64 * length(piece) as u64;
@@ -54,7 +54,7 @@ impl Partners {
     }
 
     /// Bytes of replicas that `rank` holds: of its own pieces and its partner's.
-    pub(crate) fn held(self, pieces: &[ParamShard], rank: u32) -> u64 {
+    pub fn held(self, pieces: &[ParamShard], rank: u32) -> u64 {
         if self.world == 1 {
             return 0;
         }
@@ -65,13 +65,13 @@ impl Partners {
 }
 
 /// The length of a piece's replica: weights in f32, and moments.
-pub(crate) fn length(piece: &ParamShard) -> i64 {
+pub fn length(piece: &ParamShard) -> i64 {
     let parts = if piece.rule.has_second_moment() { 3 } else { 2 };
     parts * piece.length()
 }
 
 /// Bytes that all ranks together send for the replicas of a step.
-pub(crate) fn sent(pieces: &[ParamShard]) -> u64 {
+pub fn sent(pieces: &[ParamShard]) -> u64 {
     4 * pieces.iter().map(|piece| length(piece) as u64).sum::<u64>()
 }
 

@@ -11,15 +11,15 @@
 //! results do not depend on the number of ranks.
 
 pub mod axes;
-pub(crate) mod behind;
+pub mod behind;
 pub(crate) mod buckets;
-pub(crate) mod context;
-pub(crate) mod copies;
+pub mod context;
+pub mod copies;
 pub(crate) mod gather;
 pub(crate) mod gradients;
 pub mod share;
 pub(crate) mod sink;
-pub(crate) mod slices;
+pub mod slices;
 pub(crate) mod sum;
 pub mod team;
 pub mod words;

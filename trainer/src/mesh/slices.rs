@@ -8,7 +8,7 @@ use crate::state::ownership::ParamShard;
 
 /// The numbers of each parameter that each position of a sharing line adds.
 #[derive(Debug)]
-pub(crate) struct Slices {
+pub struct Slices {
     mesh: Mesh,
     /// By parameter and position: ranges of its numbers, ascending.
     ranges: Vec<Vec<Vec<Range<i64>>>>,
@@ -16,7 +16,7 @@ pub(crate) struct Slices {
 
 impl Slices {
     /// For a model with `parameters` parameters, cut into `pieces`.
-    pub(crate) fn new(mesh: Mesh, pieces: &[ParamShard], parameters: usize) -> Slices {
+    pub fn new(mesh: Mesh, pieces: &[ParamShard], parameters: usize) -> Slices {
         let places = || (0..mesh.together()).map(|_| Vec::new()).collect();
         let mut ranges: Vec<Vec<Vec<Range<i64>>>> = (0..parameters).map(|_| places()).collect();
         for piece in pieces {
@@ -27,18 +27,18 @@ impl Slices {
     }
 
     /// The ranges of a parameter that `place` adds.
-    pub(crate) fn of(&self, parameter: usize, place: u64) -> &[Range<i64>] {
+    pub fn of(&self, parameter: usize, place: u64) -> &[Range<i64>] {
         &self.ranges[parameter][place as usize]
     }
 
     /// The total length of these ranges.
-    pub(crate) fn length(&self, parameter: usize, place: u64) -> i64 {
+    pub fn length(&self, parameter: usize, place: u64) -> i64 {
         self.of(parameter, place).iter().map(|range| range.end - range.start).sum()
     }
 
     /// The pieces on the line of gradients of the ranks at `place`: owners are positions on that line, and offsets
     /// count within the ranges of [`Slices::of`], one after the other.
-    pub(crate) fn pieces(&self, pieces: &[ParamShard], place: u32) -> Vec<ParamShard> {
+    pub fn pieces(&self, pieces: &[ParamShard], place: u32) -> Vec<ParamShard> {
         let (mut tensor, mut at) = (usize::MAX, 0);
         let own =
             pieces.iter().filter(|piece| self.mesh.place(Axis::Sharing, piece.owner) == place);

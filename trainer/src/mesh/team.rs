@@ -190,7 +190,7 @@ pub fn slice(grad_reduce: GradReduce, rank: u32, world: u32) -> Result<RankSlice
 }
 
 /// The micro-batches of each of `world` ranks, by round.
-pub(crate) fn parts(
+pub fn parts(
     grad_reduce: GradReduce,
     world: u32,
     micro_batches: u64,
@@ -254,7 +254,7 @@ impl NodeLayout {
     }
 
     /// The rank of `node` that communicates with `outside`, a rank elsewhere.
-    pub(crate) fn leader(&self, node: usize, outside: u32) -> u32 {
+    pub fn leader(&self, node: usize, outside: u32) -> u32 {
         let Range { start, end } = self.ranks(node);
         start + outside % (end - start)
     }

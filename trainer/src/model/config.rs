@@ -412,7 +412,7 @@ impl ZayaConfig {
     }
 
     /// The attention and the feed-forward of each layer: each list repeats where it ends.
-    pub(crate) fn kinds(&self) -> impl Iterator<Item = (Attention, FeedForward)> + '_ {
+    pub fn kinds(&self) -> impl Iterator<Item = (Attention, FeedForward)> + '_ {
         let kinds =
             self.layers.iter().copied().cycle().zip(self.feed_forward.iter().copied().cycle());
         kinds.take(self.num_hidden_layers as usize)

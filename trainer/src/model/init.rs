@@ -14,7 +14,7 @@ pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
 
 /// Classes by which each layer counts its tokens: its experts, and last those without one, even where no router skips;
 /// 0 without a router.
-pub(crate) fn router_classes(config: &ZayaConfig) -> Vec<usize> {
+pub fn router_classes(config: &ZayaConfig) -> Vec<usize> {
     let classes = |kind| if kind == FeedForward::Moe { config.num_experts as usize + 1 } else { 0 };
     config.kinds().map(|(_, kind)| classes(kind)).collect()
 }

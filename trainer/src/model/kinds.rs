@@ -12,7 +12,7 @@ use serde_json::Value;
 macro_rules! kinds {
     ($(#[$what:meta])* $table:ident { $($(#[$doc:meta])* $kind:ident = $name:tt,)+ }) => {
         $(#[$what])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
         pub enum $table {
             $(
                 $(#[$doc])*

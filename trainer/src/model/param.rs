@@ -85,7 +85,7 @@ impl ParamSpec {
 }
 
 /// How many numbers of these parameters compute a token: all, but of the experts those that it is routed to.
-pub(crate) fn active_parameters(config: &ZayaConfig, specs: &[ParamSpec]) -> u64 {
+pub fn active_parameters(config: &ZayaConfig, specs: &[ParamSpec]) -> u64 {
     let active = |spec: &ParamSpec| match spec.role {
         Role::Experts => {
             spec.elements() / config.num_experts as u64 * config.num_experts_per_tok as u64

@@ -6,11 +6,11 @@ use loader::OpenedCurriculum;
 use proptest::prelude::*;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
+use tools::plan::{Fleet, PhaseNeeds, needs};
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::model::{
     ActivationCheckpointing, Attention, FeedForward, WeightShards, ZayaConfig, parameters,
 };
-use trainer::plan::{Fleet, PhaseNeeds, needs};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::validate::Validation;

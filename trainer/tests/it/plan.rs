@@ -1,11 +1,11 @@
 //! Fear: that the planned resources of a run differ from what it takes.
 
 use loader::OpenedCurriculum;
+use tools::plan::{Fleet, SentInStep, needs};
+use trainer::RunSpec;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::model::ActivationCheckpointing;
-use trainer::plan::{Fleet, needs};
 use trainer::workers::Workers;
-use trainer::{RunSpec, plan};
 
 use crate::support::Scratch;
 
@@ -88,7 +88,7 @@ fn more_ranks_hold_less_each_and_send_more() {
     let spec = spec(&scratch);
     let of = |ranks| needs(&spec, &fleet(ranks, "mi300x")).unwrap();
     let [one, two, four] = [of(1), of(2), of(4)];
-    assert_eq!(one.phases[0].sent, plan::SentInStep::default());
+    assert_eq!(one.phases[0].sent, SentInStep::default());
     assert!(two.phases[0].sent.sum() > 0 && four.phases[0].sent.sum() > two.phases[0].sent.sum());
     assert!(two.phases[0].memory.moments < one.phases[0].memory.moments);
     assert!(four.phases[0].memory.moments < two.phases[0].memory.moments);

@@ -1,11 +1,11 @@
 //! Fear: that a plan does not warn of a problem.
 
 use loader::OpenedCurriculum;
+use tools::plan::{Fleet, needs};
 use tools::sizing::estimate::{self, PlannedRun, StepTime};
 use tools::sizing::{Cluster, ClusterDescription, Curve, degrees, hints};
 use trainer::RunSpec;
 use trainer::mesh::{Degrees, GradReduce};
-use trainer::plan::{Fleet, needs};
 use trainer::workers::Workers;
 
 fn published() -> Cluster {

@@ -2,7 +2,8 @@
 //!
 //! - [`report`] shows a run to people: a table, odd steps with their causes, a page. [`explain`] explains a step,
 //!   [`compare`] finds where two runs diverge. [`chart`] plots curves.
-//! - [`sizing`] estimates how fast a run will be and on which machines, from measurements.
+//! - [`plan`] predicts what a run will need before it allocates; [`sizing`] estimates how fast it will be and on which
+//!   machines, from measurements.
 //! - [`mod@bench`] times the parts of a step, [`collectives`] the exchanges between ranks; [`trace`] sums up a trace by
 //!   libtorch's profiler.
 
@@ -13,6 +14,7 @@ pub mod chart;
 pub mod collectives;
 pub mod compare;
 pub mod explain;
+pub mod plan;
 pub mod report;
 pub mod sizing;
 pub mod trace;

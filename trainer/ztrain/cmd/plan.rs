@@ -5,13 +5,13 @@ use contract::words::{bytes as size, flops};
 use contract::{Result, terminal};
 use loader::{OpenedCurriculum, steps_without_labels, without_labels};
 use store::Location;
+use tools::plan::{Fleet, PhaseNeeds, ReplicaNeeds, RunNeeds, SentInStep, needs};
 use tools::sizing::estimate::PlannedRun;
 use tools::sizing::{Cluster, ClusterDescription};
 use trainer::RunSpec;
 use trainer::memory::MemoryUse;
 use trainer::mesh::Degrees;
 use trainer::model::ActivationCheckpointing;
-use trainer::plan::{Fleet, PhaseNeeds, ReplicaNeeds, RunNeeds, SentInStep, needs};
 use trainer::workers::Workers;
 
 use super::plan_cluster::{self, ClusterArgs};

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use contract::{Fault, Result, terminal};
 use serde::Serialize;
 use tools::chart::Chart;
+use tools::plan::RunNeeds;
 use tools::sizing::degrees::{self, Degree};
 use tools::sizing::estimate::{self, CheckpointCost, PlannedRun, StepTime};
 use tools::sizing::faults::{FailureModel, Simulation, between, simulate};
 use tools::sizing::hints::{self, seconds};
-use trainer::plan::RunNeeds;
 
 use super::drawing::Drawing;
 
@@ -75,13 +75,6 @@ pub(super) fn estimate(
     let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let mut phases = Vec::new();
     let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
-    if let Some((key, kind)) = setting.spec.config().foreign() {
-        return Err(Fault::usage("seconds are known of the layers of ZAYA1 alone")
-            .at("--cluster")
-            .found(format!("{kind:?} in [model] {key}"))
-            .wanted("the value of ZAYA1, which is the default")
-            .hint("leave --cluster out: memory and bytes are planned without it"));
-    }
     for (first, phase) in firsts.zip(&needs.phases) {
         let time = estimate::step(setting, first, phase)?;
         let keeping = estimate::keeping(setting, &needs.checkpoint, time.seconds);

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use super::estimate;
 use super::standing::PlannedRun;
+use crate::plan::{self, Fleet};
 use trainer::mesh::{Degrees, Mesh};
-use trainer::plan::{self, Fleet};
 
 /// The largest number of ranks that share a micro-batch in the comparison.
 const MOST: u32 = 64;

@@ -22,11 +22,11 @@ use super::cluster::{Cluster, NetworkLink};
 pub use super::standing::PlannedRun;
 use super::standing::{self, RankArrangement};
 use super::{faults, traffic};
+use crate::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
 use trainer::costs::matmuls::{self, MicroBatchShape};
 use trainer::mesh::GradReduce;
 use trainer::model::{self, ActivationCheckpointing, ParamSpec};
 use trainer::optim::OptimizerRule;
-use trainer::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
 use trainer::state::ownership::{self, ParamShard};
 use trainer::timing::{EXACTNESS, PARTS, StepPart};
 
@@ -193,7 +193,7 @@ fn micro_batch(
     let all = (needs.micro_batch * u64::from(needs.seq_len)) as i64;
     let (tokens, chunks) = ((all / chunks as i64).max(1), (chunks / together).max(1));
     let all = all / together as i64;
-    let routed = matmuls::even(tokens, config.num_experts);
+    let routed = matmuls::even(tokens * config.num_experts_per_tok, config.num_experts);
     let recompute = fleet.workers.keep() == ActivationCheckpointing::LayerInputs;
     let by = MicroBatchShape { tokens, chunks, routed: &routed, recompute };
     for product in matmuls::of_micro_batch(config, by) {
@@ -228,9 +228,12 @@ fn micro_batch(
     let chunk = tokens.min(config.loss_chunk);
     let softmax = cluster.softmax.at(traffic::of_softmax(config, chunk));
     seconds.add(StepPart::Head, rounds * traffic::of_softmax(config, all) / softmax);
-    let [forward, back] = traffic::of_gated_units(config, all);
-    seconds.add(StepPart::Experts, rounds * layers * again * forward / cluster.softmax.at(forward));
-    seconds.add(StepPart::ExpertsBack, rounds * layers * back / cluster.softmax.at(forward));
+    for (_, kind) in config.kinds() {
+        let [forward, back] = traffic::of_gated_units(config, kind, all);
+        let softmax = cluster.softmax.at(forward);
+        seconds.add(StepPart::Experts, rounds * again * forward / softmax);
+        seconds.add(StepPart::ExpertsBack, rounds * back / softmax);
+    }
     Ok(())
 }
 

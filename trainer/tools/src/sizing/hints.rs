@@ -8,9 +8,9 @@ use contract::Result;
 
 use super::estimate::{CheckpointCost, PlannedRun, StepTime};
 use super::shapes::ALIGNMENT;
+use crate::plan::PhaseNeeds;
 use trainer::costs::matmuls::{self, MatmulCount, MicroBatchShape};
 use trainer::model::ZayaConfig;
-use trainer::plan::PhaseNeeds;
 
 /// The share of the peak that matmuls should reach.
 const ENOUGH: f64 = 0.8;

@@ -3,8 +3,10 @@
 //! The rules are those that the ZAYA1 paper (arXiv 2511.17127, section III) found on MI300X: dimensions that are
 //! multiples of 64, and enough operations in a matmul to reach the peak.
 
+use std::collections::BTreeSet;
+
 pub use trainer::costs::matmuls::MatmulShape;
-use trainer::model::ZayaConfig;
+use trainer::model::{Attention, FeedForward, RouterKind, ZayaConfig};
 
 /// Dimensions should be multiples of this.
 pub const ALIGNMENT: i64 = 64;
@@ -59,46 +61,95 @@ pub enum MatmulBatching {
 /// The forward matmuls of a model over a micro-batch of `tokens`, one of each shape: the paper's Table III for this
 /// trainer. Experts have the rows of even routing.
 pub fn of_model(config: &ZayaConfig, tokens: i64) -> Vec<ModelMatmul> {
-    let (hidden, state, dim) = (config.hidden_size, config.router_hidden_size, config.head_dim);
+    let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
+    let mut all = Vec::new();
+    for (attention, feed_forward) in config.kinds().collect::<BTreeSet<_>>() {
+        of_attention(config, attention, tokens, &mut all);
+        match feed_forward {
+            FeedForward::Mlp => gated(config, inner, tokens, &mut all),
+            FeedForward::Moe => {
+                of_router(config, tokens, &mut all);
+                let routed = tokens * config.num_experts_per_tok / config.num_experts;
+                let together = MatmulBatching::Experts;
+                let expert = |name, sizes| ModelMatmul { together, ..one(name, sizes) };
+                all.push(expert("expert, gate and up", [routed.max(1), hidden, 2 * inner]));
+                all.push(expert("expert, down", [routed.max(1), inner, hidden]));
+                gated(config, config.num_shared_experts * inner, tokens, &mut all);
+            }
+        }
+    }
+    all.push(one("head", [tokens.min(config.loss_chunk), hidden, config.vocab_size]));
+    all.retain(|product| product.shape.operations() > 0.0);
+    // Layers of different kinds have some in common.
+    let mut seen = BTreeSet::new();
+    all.retain(|product| seen.insert((product.name, product.shape)));
+    all
+}
+
+fn one(name: &'static str, [rows, inner, columns]: [i64; 3]) -> ModelMatmul {
+    let shape = MatmulShape { rows, inner, columns };
+    ModelMatmul { name, shape, together: MatmulBatching::One, wide: false }
+}
+
+fn of_attention(config: &ZayaConfig, kind: Attention, tokens: i64, all: &mut Vec<ModelMatmul>) {
+    let (hidden, dim) = (config.hidden_size, config.head_dim);
     let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
-    let (inner, classes) = (config.moe_intermediate_size, config.router_classes());
-    let routed = (tokens / config.num_experts).max(1);
-    let one = |name, [rows, inner, columns]: [i64; 3]| {
-        let shape = MatmulShape { rows, inner, columns };
-        ModelMatmul { name, shape, together: MatmulBatching::One, wide: false }
-    };
+    let joined = one("queries, keys and values", [tokens, hidden, conv + key]);
+    match kind {
+        Attention::Cca => {
+            let together = MatmulBatching::Heads(conv / dim);
+            let heads = one("convolution of heads", [tokens, 2 * dim, dim]);
+            all.extend([joined, ModelMatmul { together, ..heads }]);
+        }
+        Attention::Gqa => all.push(joined),
+        Attention::Linear => all.extend([
+            one("queries, or their gates", [tokens, hidden, query]),
+            one("keys, or values", [tokens, hidden, key]),
+        ]),
+    }
+    all.push(one("attention's way out", [tokens, query, hidden]));
+}
+
+fn of_router(config: &ZayaConfig, tokens: i64, all: &mut Vec<ModelMatmul>) {
+    let (hidden, state, classes) =
+        (config.hidden_size, config.router_hidden_size, config.router_classes());
     let wide = |name, sizes| ModelMatmul { wide: true, ..one(name, sizes) };
-    let heads = MatmulBatching::Heads(conv / dim);
-    let expert =
-        |name, sizes| ModelMatmul { together: MatmulBatching::Experts, ..one(name, sizes) };
-    let all = [
-        one("queries, keys and values", [tokens, hidden, conv + key]),
-        ModelMatmul { together: heads, ..one("convolution of heads", [tokens, 2 * dim, dim]) },
-        one("attention's way out", [tokens, query, hidden]),
-        one("router, down", [tokens, hidden, state]),
-        wide("router, inside", [tokens, state, state]),
-        wide("router, out", [tokens, state, classes]),
-        expert("expert, gate and up", [routed, hidden, 2 * inner]),
-        expert("expert, down", [routed, inner, hidden]),
-        one("head", [tokens.min(config.loss_chunk), hidden, config.vocab_size]),
-    ];
-    all.into_iter().filter(|product| product.shape.operations() > 0.0).collect()
+    match config.router {
+        RouterKind::Mlp => all.extend([
+            one("router, down", [tokens, hidden, state]),
+            wide("router, inside", [tokens, state, state]),
+            wide("router, out", [tokens, state, classes]),
+        ]),
+        RouterKind::Linear => all.push(wide("router", [tokens, hidden, classes])),
+    }
+}
+
+/// A gated unit for every token.
+fn gated(config: &ZayaConfig, inner: i64, tokens: i64, all: &mut Vec<ModelMatmul>) {
+    let hidden = config.hidden_size;
+    all.push(one("gate, or up", [tokens, hidden, inner]));
+    all.push(one("down", [tokens, inner, hidden]));
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
     use trainer::costs::matmuls::{MicroBatchShape, even, of_micro_batch};
 
     /// The shapes that are measured and repeated are those of a step, forward and both backward.
     #[test]
     fn products_of_a_model_are_those_of_its_steps() {
-        for name in ["zaya1-nano", "zaya1-20m", "zaya1-1b", "zaya1-8b"] {
-            let config = ZayaConfig::preset(name).unwrap();
+        let preset = |name: &str| ZayaConfig::preset(name).unwrap();
+        let presets = ["zaya1-nano", "zaya1-20m", "zaya1-1b", "zaya1-8b"].map(preset);
+        let layers = vec![Attention::Gqa, Attention::Linear, Attention::Cca];
+        let feed_forward = vec![FeedForward::Moe, FeedForward::Mlp];
+        let nano = || preset("zaya1-nano");
+        let mixed = ZayaConfig { layers, feed_forward, num_hidden_layers: 6, ..nano() };
+        let (router, num_shared_experts) = (RouterKind::Linear, 2);
+        let shared = ZayaConfig { router, num_shared_experts, num_experts_per_tok: 2, ..nano() };
+        for config in presets.into_iter().chain([mixed, shared]) {
             let tokens = config.num_experts * 16;
-            let routed = even(tokens, config.num_experts);
+            let routed = even(tokens * config.num_experts_per_tok, config.num_experts);
             let by = MicroBatchShape { tokens, chunks: 1, routed: &routed, recompute: false };
             let step = of_micro_batch(&config, by);
             let step: BTreeSet<_> = step.iter().map(|one| (one.shape, one.wide)).collect();
@@ -109,7 +160,7 @@ mod tests {
                 ways.map(|way| (shape(way), one.wide))
             };
             let asked: BTreeSet<_> = of_model(&config, tokens).iter().flat_map(ways).collect();
-            assert_eq!(asked, step, "{name}");
+            assert_eq!(asked, step, "{config:?}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! A run on a cluster: the arrangement of its ranks, and how long ranks that share micro-batches wait for each other.
 
 use super::cluster::{Cluster, NetworkLink};
-use trainer::plan::{Fleet, PhaseNeeds};
+use crate::plan::{Fleet, PhaseNeeds};
 use trainer::spec::RunSpec;
 
 /// Exchanges of a CCA layer along a line, forward and backward: adjacent rows, keys, values, their gradients.

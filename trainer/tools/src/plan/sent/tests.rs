@@ -4,8 +4,8 @@ use contract::Result;
 use proptest::prelude::*;
 
 use super::*;
-use crate::mesh::team::{self, AxisGroup, NodeLayout};
-use crate::mesh::{GradReduce, Mesh};
+use trainer::mesh::team::{self, AxisGroup, NodeLayout};
+use trainer::mesh::{GradReduce, Mesh};
 
 /// Sums rank by rank, as they send.
 fn one_by_one(sending: &SentInputs<'_>) -> Result<SentInStep> {

@@ -1,7 +1,7 @@
 //! What a run will need, reported before anything is allocated: memory of each rank by part, bytes sent in a step, the
 //! size of a checkpoint, growth of the ledger.
 //!
-//! Nothing here is measured. Memory is the formula of [`crate::memory`]; the other numbers follow from the ownership of
+//! Nothing here is measured. Memory is the formula of [`trainer::memory`]; the other numbers follow from the ownership of
 //! pieces and from the blocks of the tree, as in a step.
 
 mod sent;
@@ -13,22 +13,22 @@ use mixer::SourceUse;
 use serde::Serialize;
 use tch::Device;
 
-use crate::checkpoint::{StateLayout, manifest_bytes};
-use crate::costs;
-use crate::ledger::{self, Packed, SourceSums, StepRecord};
-use crate::memory::{MemoryUse, Parallelism};
-use crate::mesh::copies::Partners;
-use crate::mesh::slices::Slices;
-use crate::mesh::team;
-use crate::mesh::{Degrees, GradReduce, Mesh, context, copies};
-use crate::model::{self, Assignment, WeightShards};
-use crate::optim::balance::RouterBalance;
-use crate::optim::guard::Skipped;
-use crate::spec::{PhaseModel, RunSpec};
-use crate::state::ownership::{self, ParamShard};
-use crate::workers::Workers;
 pub use sent::SentInStep;
 use sent::SentInputs;
+use trainer::checkpoint::{StateLayout, manifest_bytes};
+use trainer::costs;
+use trainer::ledger::{self, Packed, SourceSums, StepRecord};
+use trainer::memory::{MemoryUse, Parallelism};
+use trainer::mesh::copies::Partners;
+use trainer::mesh::slices::Slices;
+use trainer::mesh::team;
+use trainer::mesh::{Degrees, GradReduce, Mesh, context, copies};
+use trainer::model::{self, Assignment, WeightShards};
+use trainer::optim::balance::RouterBalance;
+use trainer::optim::guard::Skipped;
+use trainer::spec::{PhaseModel, RunSpec};
+use trainer::state::ownership::{self, ParamShard};
+use trainer::workers::Workers;
 
 /// Devices whose memory is known, in GiB; `cpu` is this machine.
 /// Sources: AMD Instinct MI300X and MI325X data sheets, NVIDIA H100, H200 and B200 data sheets.

@@ -10,9 +10,9 @@ use contract::Result;
 use kernels::tree::blocks;
 use serde::Serialize;
 
-use crate::mesh::Mesh;
-use crate::mesh::behind::OwnedBytes;
-use crate::mesh::team::NodeLayout;
+use trainer::mesh::Mesh;
+use trainer::mesh::behind::OwnedBytes;
+use trainer::mesh::team::NodeLayout;
 
 /// Bytes of gradients and weights that all ranks together send in one step. Labels, losses and checksums, a few
 /// kilobytes from each rank to each other, are not counted.
