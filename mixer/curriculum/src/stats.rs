@@ -85,11 +85,11 @@ pub struct Deviation {
     pub score: f64,
 }
 
-/// A loss or gradient norm is a spike from this distance in spreads. A spread estimated from 32 steps may be half of the
-/// true one, and noise has heavier tails than a normal distribution.
+/// A loss or gradient norm is a spike from this distance in spreads. A spread estimated from 32 steps may be half of
+/// the true one, and noise has heavier tails than a normal distribution.
 pub const FAR: f64 = 8.0;
 
-/// Both are from this fraction of it: by chance that is rare.
+/// Both are from this fraction of [`FAR`] on: by chance that is rare.
 pub const TOGETHER: f64 = 5.0 / 8.0;
 
 /// The maximum distance in steps of two spikes that are one.

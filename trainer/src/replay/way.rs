@@ -59,8 +59,8 @@ impl Replayer {
         Ok((state, step - from))
     }
 
-    /// Computes the steps after `state` up to `step`: as the run did, or as `change` says. Calls `each` with the record of
-    /// each step, and ends where that returns false. Returns the fault of the step that diverged, if one did.
+    /// Computes the steps after `state` up to `step`: as the run did, or as `change` says. Calls `each` with the record
+    /// of each step, and ends where that returns false. Returns the fault of the step that diverged, if one did.
     pub(crate) fn advance_to(
         &self,
         state: &mut State,

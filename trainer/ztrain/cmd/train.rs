@@ -92,7 +92,8 @@ struct CheckpointFlags {
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     snapshots: usize,
     /// Steps between two snapshots.
-    #[arg(long, value_name = "STEPS", default_value_t = SnapshotOptions::OFF.every, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "STEPS", default_value_t = SnapshotOptions::OFF.every,
+        value_parser = clap::value_parser!(u64).range(1..))]
     snapshot_every: u64,
     /// Spreads from usual from which the loss or gradient norm of a step is a spike, as for `ztrain spikes`.
     #[arg(long, value_name = "COUNT", default_value_t = SnapshotOptions::OFF.spike, value_parser = above_zero)]

@@ -1,4 +1,5 @@
-//! How far a step is from what the steps before it predict, by the same measure as odd steps in `report` ([`curriculum::stats`]).
+//! How far a step is from what the steps before it predict, by the same measure as odd steps in `report`: that of
+//! [`curriculum::stats`].
 
 use std::collections::BTreeMap;
 
