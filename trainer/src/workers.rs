@@ -5,21 +5,17 @@
 //!
 //! Invariant: the only threads that compute weights, gradients or losses are started here.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
-use std::rc::Rc;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use contract::fault::more_of;
 use contract::{Fault, Result};
 use kernels::{ops, runtime};
-use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
 use crate::audit::AuditFraction;
 use crate::model::{ActivationCheckpointing, MicroBatchOptions};
-use crate::refusal::caught;
+use crate::refusal::{self, caught};
 
 /// A number of workers, at least one, and how each computes a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,38 +173,20 @@ impl Workers {
     /// Runs `worker` on all workers, at most one per item. Even a single worker gets its own thread, so that it
     /// computes under the same conditions as many.
     fn run(self, items: u64, worker: impl Fn() -> Result<()> + Sync) -> Result<()> {
-        if items == 0 {
-            return Ok(());
-        }
-        let ended =
-            threads(self.count)?.broadcast(|thread| match (thread.index() as u64) < items {
-                true => caught(&worker),
-                false => Ok(()),
-            });
-        ended.into_iter().collect()
+        let none = |error: std::io::Error| {
+            let hint = format!("give fewer with --workers, or {}", more_of(&error));
+            Fault::not_started("a thread for a worker", &error).hint(hint)
+        };
+        thread::scope(|scope| {
+            let start = |_| thread::Builder::new().spawn_scoped(scope, &worker).map_err(none);
+            let handles: Vec<_> = (0..(self.count as u64).min(items)).map(start).collect();
+            let join = |handle: Result<thread::ScopedJoinHandle<'_, Result<()>>>| {
+                handle?.join().unwrap_or_else(|panic| Err(refusal::fault(&*panic)))
+            };
+            let joined: Vec<_> = handles.into_iter().map(join).collect();
+            joined.into_iter().collect()
+        })
     }
-}
-
-thread_local! {
-    /// The threads of the workers that this thread has started, by number. They are kept: a step starts workers many
-    /// times. Each rank and each worker has its own, so that none waits for threads that wait for it.
-    static THREADS: RefCell<BTreeMap<usize, Rc<ThreadPool>>> = RefCell::default();
-}
-
-/// This many threads for workers.
-fn threads(count: usize) -> Result<Rc<ThreadPool>> {
-    let none = |error: ThreadPoolBuildError| {
-        let error = std::io::Error::other(error);
-        let hint = format!("give fewer with --workers, or {}", more_of(&error));
-        Fault::not_started("a thread for a worker", &error).hint(hint)
-    };
-    THREADS.with_borrow_mut(|kept| match kept.entry(count) {
-        Entry::Occupied(threads) => Ok(Rc::clone(threads.get())),
-        Entry::Vacant(place) => {
-            let threads = ThreadPoolBuilder::new().num_threads(count).build().map_err(none)?;
-            Ok(Rc::clone(place.insert(Rc::new(threads))))
-        }
-    })
 }
 
 /// Errors of libtorch are environment faults.
