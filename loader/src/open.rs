@@ -14,6 +14,9 @@ use store::{DocumentRecord, Location, Split};
 
 use crate::{Stores, buckets, objective, packs};
 
+/// The name of a run's own copy of the curriculum, in its folder.
+const RUN_CURRICULUM: &str = "run.toml";
+
 /// A curriculum with its plan and its stores (none if it names store stubs).
 pub struct OpenedCurriculum {
     /// Its location.
@@ -109,9 +112,9 @@ impl OpenedCurriculum {
     /// last; if empty, the curriculum's own paths are used. `begun` are the digests of the stores that the run began
     /// with. Any other store is refused first: it is not what the run was trained on, whatever its sources are called.
     pub fn of_run(root: &Path, moved: &[Location], begun: &[Identity]) -> Result<Self> {
-        let path = root.join("run.toml");
+        let path = root.join(RUN_CURRICULUM);
         if !path.exists() {
-            return Err(no_run(root, "run.toml"));
+            return Err(no_run(root, RUN_CURRICULUM));
         }
         let file = Location::from(&path);
         let source = text(&file).map_err(damaged)?;
@@ -167,11 +170,11 @@ impl OpenedCurriculum {
 
 /// The error for a folder that is not a run because it has no `file`, or for a run that lost it.
 pub fn no_run(root: &Path, file: &str) -> Fault {
-    if ["run.toml", "ledger.jsonl"].iter().all(|it| *it == file || root.join(it).is_file()) {
+    if [RUN_CURRICULUM, "ledger.jsonl"].iter().all(|it| *it == file || root.join(it).is_file()) {
         return Fault::data(format!("this run has lost its {file}"))
             .at(root.display().to_string())
             .hint(match file {
-                "run.toml" => "the command that began the run writes it anew",
+                RUN_CURRICULUM => "the command that began the run writes it anew",
                 _ => "restore it from a backup: without it nothing says what was trained",
             });
     }
@@ -265,9 +268,10 @@ fn description(store: &Location) -> Result<Option<Vec<SourceFacts>>> {
 }
 
 /// Turns an error in a run's own copy of the curriculum into an error of data: the user did not write that file.
-fn damaged(fault: Fault) -> Fault {
+pub fn damaged(fault: Fault) -> Fault {
+    let is_there = fault.place().is_none_or(|place| place.contains(RUN_CURRICULUM));
     match fault.class() {
-        Class::Usage => fault.of(Class::Data).hint(
+        Class::Usage if is_there => fault.of(Class::Data).hint(
             "a run keeps its curriculum there: the command that began the run writes it anew, or restore the file",
         ),
         _ => fault,

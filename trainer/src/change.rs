@@ -105,9 +105,15 @@ impl WhatIfChange {
     fn numbers(&self, spec: &RunSpec, step: u64) -> Result<NumbersChange> {
         let (mut optimizer, mut schedule) = (OptimizerChange::default(), ScheduleChange::default());
         optimizer.clip = self.clip;
+        if let Some(clip) = self.clip.filter(|clip| *clip == spec.settings_at(step).clip) {
+            return Err(already("--clip", clip));
+        }
         if let Some(lr) = self.lr {
             let now = spec.settings_at(step).schedule;
             let rate = rate_at(spec, step);
+            if lr == rate {
+                return Err(already("--lr", lr));
+            }
             if scales(spec, step) {
                 // One factor on the peak and the final rate keeps the shape.
                 let peak = now.peak * (lr / rate);
@@ -164,6 +170,11 @@ impl WhatIfChange {
         ];
         documents.chain(sources).chain(numbers.into_iter().flatten()).collect()
     }
+}
+
+/// The error for a number that the step has in any case.
+fn already(flag: &str, number: f64) -> Fault {
+    Fault::usage("the step has this value already").at(flag).found(format!("{number:e}"))
 }
 
 /// The learning rate of a step.

@@ -149,7 +149,7 @@ impl OriginalRun {
     fn open(root: &Path, stores: &[Location], table: &KernelTable) -> Result<Self> {
         let folder = RunFolder::new(root);
         let ledger = folder.read_ledger()?;
-        let spec = RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
+        let spec = RunSpec::of_folder(root, stores, &ledger.head().stores)?;
         compare_content(ledger.head(), &head(&spec, table)?, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
         Ok(OriginalRun { folder, spec, ledger })

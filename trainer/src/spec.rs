@@ -7,8 +7,10 @@ use std::sync::Arc;
 use contract::{Digestible, Fault, Hasher, Identity, Result};
 use curriculum::{Dtype, ModelTable, NewtonSchulzForm, OptimizerKind, ParamGroup};
 use globset::Glob;
+use loader::open::damaged;
 use loader::{OpenedCurriculum, Stores};
 use mixer::{Curriculum, DataPlan};
+use store::Location;
 
 use crate::hf::InitialModel;
 use crate::model::{self, Cut, ParamSpec, SkipOutput, ZayaConfig};
@@ -105,6 +107,12 @@ impl RunSpec {
         let content = RunData::of(&data, opened.curriculum.stores.len());
         let start = open_start(opened, &data, run)?;
         RunSpec::of(opened, data, content, start)
+    }
+
+    /// That of the run in the folder `root`, which began with these stores; `moved` says where they are now, if they
+    /// were moved.
+    pub fn of_folder(root: &Path, moved: &[Location], begun: &[Identity]) -> Result<Self> {
+        RunSpec::new(&OpenedCurriculum::of_run(root, moved, begun)?).map_err(damaged)
     }
 
     /// The same for a curriculum whose store may be a stub: enough to plan a run. Nothing can be read, and a model that

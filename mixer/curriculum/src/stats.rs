@@ -101,9 +101,9 @@ const LOSS_FLOOR: f64 = 2e-3;
 /// The minimum spread of the logarithm of a gradient norm.
 const NORM_FLOOR: f64 = 0.05;
 
-/// The logarithm by which gradient norms are compared: they differ by factors.
+/// The logarithm by which gradient norms are compared: they differ by factors. A norm that is no number has none.
 pub fn log_norm(norm: f64) -> f64 {
-    norm.max(f64::MIN_POSITIVE).ln()
+    if norm.is_nan() { norm } else { norm.max(f64::MIN_POSITIVE).ln() }
 }
 
 /// Whether a step is a spike, by the distances of its loss and its gradient norm, if one counts as far from `far` on.
@@ -295,6 +295,16 @@ mod tests {
             let moved = moved.position(value * scale + shift, 1e-9).unwrap();
             prop_assert!((plain.score - moved.score).abs() <= 1e-6 * (1.0 + plain.score.abs()));
         }
+    }
+
+    /// A norm that is no number leaves the window as it was.
+    #[test]
+    fn a_value_that_is_not_finite_is_not_compared_with() {
+        let mut window = RecentValues::of_few();
+        (0..40).for_each(|step| drop(window.place_norm(f64::from(step * 7919 % 13) + 1.0)));
+        let before = window.clone().place_norm(9.0).unwrap();
+        (0..9).for_each(|_| drop([f64::NAN, f64::INFINITY].map(|one| window.place_norm(one))));
+        assert_eq!(window.place_norm(9.0), Some(before));
     }
 
     /// A shift at a phase is no longer odd after eight of its steps, and an odd value among those is found.

@@ -333,12 +333,15 @@ impl Checkpoints {
 
     /// Removes the checkpoints that `retention` does not keep.
     pub fn retain(&self, retention: Retention) -> Result<()> {
-        let (mut steps, pinned) = (self.steps()?, self.pinned()?);
+        let (all, pinned) = (self.steps()?, self.pinned()?);
         // Pinned ones are kept in addition to the newest.
-        steps.retain(|step| !pinned.contains(step));
+        let steps = all.iter().copied().filter(|step| !pinned.contains(step));
+        let mut gone = retention.gone(&steps.collect::<Vec<_>>());
+        // A pinned one may be a checkpoint that is due as well: then it stays as long as others do.
+        let due = retention.gone(&all);
         let old = pinned.len().saturating_sub(retention.pinned);
-        let gone = retention.gone(&steps).into_iter().chain(pinned.into_iter().take(old));
-        gone.collect::<Vec<_>>().into_iter().try_for_each(|step| self.remove(step))
+        gone.extend(pinned.into_iter().take(old).filter(|step| due.contains(step)));
+        gone.into_iter().try_for_each(|step| self.remove(step))
     }
 
     /// Removes the checkpoint of `step`, complete or not.

@@ -43,6 +43,11 @@ impl Snapshots {
         Snapshots { options, states: VecDeque::new(), losses, norms, last: None }
     }
 
+    /// Records a change of the phase or an amendment, from the next step on.
+    pub fn change(&mut self) {
+        [&mut self.losses, &mut self.norms].into_iter().for_each(RecentValues::change);
+    }
+
     /// Records the step whose state `copy` copies, with its loss and gradient norm; `None` without labels. Returns the
     /// state to write to disk if the step is the first of a spike.
     pub fn step(
@@ -116,6 +121,25 @@ mod tests {
                 prop_assert_eq!(found, (step == spike && wanted > 0).then_some(wanted));
                 prop_assert!(snapshots.states.len() <= states);
             }
+        }
+    }
+
+    /// A lower level after a change is one spike, and a value that is usual before it is one after it.
+    #[test]
+    fn a_spike_after_a_change_is_one_of_its_own() {
+        for (change, wanted) in [(true, vec![39, 59]), (false, vec![39])] {
+            let mut snapshots = Snapshots::new(SnapshotOptions { states: 2, every: 1, spike: 8.0 });
+            let mut found = Vec::new();
+            for step in 1..80 {
+                if change && step == 40 {
+                    snapshots.change();
+                }
+                let noise = (step * 7919 % 13) as f64 * 0.001;
+                let level = if step >= 40 && step != 60 { 1.0 } else { 4.0 };
+                let kept = snapshots.step(step, Some([level + noise, 1.0]), || Ok(snapshot(step)));
+                found.extend(kept.unwrap().map(|kept| kept.step()));
+            }
+            assert_eq!(found, wanted, "{change}");
         }
     }
 

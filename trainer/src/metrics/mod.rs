@@ -299,7 +299,9 @@ pub fn entropy(counts: &[u64]) -> f64 {
     }
     let share = |count: u64| count as f64 / total as f64;
     let used = experts.iter().filter(|count| **count > 0).map(|count| share(*count));
-    used.map(|share| -share * share.ln()).sum::<f64>() / (experts.len() as f64).ln()
+    // All tokens at one expert sum to a negative zero.
+    (used.map(|share| -share * share.ln()).sum::<f64>() / (experts.len() as f64).ln()).max(0.0)
+        + 0.0
 }
 
 fn share_of_last(counts: &[u64]) -> f64 {

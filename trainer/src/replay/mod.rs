@@ -146,8 +146,7 @@ impl Replayer {
     ) -> Result<Self> {
         let folder = RunFolder::new(root);
         let ledger = folder.read_ledger()?;
-        let mut spec =
-            RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
+        let mut spec = RunSpec::of_folder(root, stores, &ledger.head().stores)?;
         let now = head(&spec, &world.runtime)?;
         compare_content(ledger.head(), &now, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;

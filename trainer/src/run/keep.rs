@@ -32,6 +32,8 @@ pub(super) struct CheckpointWriter<'a> {
     unloader: HostCopier,
     /// This rank's part of recent states.
     snapshots: Snapshots,
+    /// The phase of the last step.
+    phase: String,
     /// Whether the run may survive the loss of a rank.
     elastic: bool,
     /// How long the ranks may take to write.
@@ -72,6 +74,7 @@ impl<'a> CheckpointWriter<'a> {
             saver,
             unloader,
             snapshots,
+            phase: String::new(),
             elastic,
             timeout,
         })
@@ -87,6 +90,10 @@ impl<'a> CheckpointWriter<'a> {
     ) -> Result<()> {
         recorder.written(self.saver.done()?)?;
         let copy = || Snapshot::beside(state, &self.unloader);
+        if record.curriculum.is_some() || self.phase != record.phase {
+            self.phase.clone_from(&record.phase);
+            self.snapshots.change();
+        }
         let measured = (record.label_count > 0).then(|| [record.loss, record.norm()]);
         let before = self.snapshots.step(record.step, measured, copy)?;
         let Some(before) = before else { return Ok(()) };

@@ -251,7 +251,8 @@ impl Explanation {
 impl Explanation {
     /// How many of the first documents stand out; 0 if the step diverges without them, too.
     fn culprits(&self) -> usize {
-        let in_vain = |all: &Removal| self.diverged.is_some() && all.norm.is_none();
+        let diverges = self.diverged.is_some() || !(self.loss + self.norm).is_finite();
+        let in_vain = |all: &Removal| diverges && all.norm.is_none_or(|norm| !norm.is_finite());
         match self.removals.last().is_some_and(in_vain) {
             true => 0,
             false => documents::culprits(&self.documents, self.top),

@@ -58,9 +58,10 @@ impl Explanation {
         }
         writeln!(out, "  gradient norm  {:.4}{norm}{}", self.norm, far(&self.moved.norm))?;
         if let Some(times) = self.moved.update {
+            let times = if times < 1e6 { format!("{times:.2}") } else { format!("{times:.1e}") };
             writeln!(
                 out,
-                "  updates        {times:.2} times their median, this one or the one before"
+                "  updates        {times} times their median, this one or the one before"
             )?;
         }
         if let Some(speed) = &self.speed {
