@@ -16,7 +16,7 @@
 //! whereabouts the progress of a rank, for error messages and monitoring
 //! mailbox    the newest progress of this rank, and the thread that writes it into the store
 //! comm_thread the thread that moves tensors with RCCL, and why a failure leaves no wrong record
-//! comm_stream rounds of transfers, and the stream on which they are queued
+//! comm_stream rounds of transfers, and the stream on which they are queued; parts  the group calls of a round
 //! ```
 //!
 //! Only bytes move here; the receivers sum them, in the order that the tree defines. Every wait has a deadline. A rank
@@ -41,6 +41,7 @@ mod gathering;
 mod key;
 mod mailbox;
 mod meeting;
+mod parts;
 mod peers;
 #[cfg(test)]
 mod progress_tests;
