@@ -5,11 +5,13 @@
 //! library is tested too.
 
 use std::path::{Path, PathBuf};
-use std::process::{Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use kernels::group::{Exchange, Group, KeyValueStore, RankAddress, RunKey, Transport};
 use serde_json::Value;
+use tch::{Device, Kind, Tensor};
 
 use crate::ranks::{Fixture, hold_one, kill_in_turn};
 use crate::support::{CUT, MIDDLING, Ran, SHORT, compiled, ztrain_command};
@@ -74,6 +76,72 @@ fn lines_within_a_micro_batch_are_carried_too() {
     kill_in_turn(&fixture, &[(2, Some(1), "2"), (4, Some(0), "2,2")]);
     fixture.finish("killed", &["--nproc", "2", "--tsp", "2"]);
     fixture.assert_same("alone", "killed");
+}
+
+/// Marks the process in which ranks are threads.
+const ROLE: &str = "TEST_OF_LARGE_ROUNDS";
+
+/// Tensors that each of two ranks sends to the other one in a large round.
+const MANY: i64 = 700;
+
+/// A rank of three: a round of very many transfers with all others, and one between two ranks along an axis.
+fn in_large_rounds(rank: u32, port: u16) {
+    let (host, name, interface) = ("127.0.0.1".to_owned(), "test/".to_owned(), String::new());
+    let (world, rank_0_serves, key, node) = (3, false, RunKey::default(), String::new());
+    let place = RankAddress { rank, world, host, port, rank_0_serves, key, name, interface, node };
+    let mut group = Group::open(&place, Duration::from_secs(60), &|_| ()).unwrap();
+    assert!(group.choose_transport(Device::Cpu, Transport::Rccl).unwrap().rccl);
+    let trade = |mut exchange: Exchange<'_>, others: Vec<u32>| {
+        let mut arrivals = Vec::new();
+        for number in 0..MANY {
+            for other in others.iter().copied() {
+                arrivals.push((
+                    [i64::from(other), number],
+                    exchange.receive(0, other, Kind::Int64, 2).unwrap(),
+                ));
+                let tensor = Tensor::from_slice(&[i64::from(rank), number]);
+                exchange.send(0, other, &tensor).unwrap();
+            }
+        }
+        exchange.close(0).unwrap();
+        for (wanted, arrival) in arrivals {
+            assert_eq!(Vec::<i64>::try_from(arrival.wait().unwrap()).unwrap(), wanted);
+        }
+        exchange.finish().unwrap();
+    };
+    trade(group.begin("a large round").unwrap(), group.others().collect());
+    if rank != 1 {
+        let axis = group.axis(1, &[0, 2]).unwrap();
+        trade(axis.begin("a large round of a line").unwrap(), axis.others().collect());
+    }
+    group.barrier("the end").unwrap();
+}
+
+/// As between very many ranks, a round has more transfers than one group call of the library may hold.
+#[test]
+fn a_large_round_is_several_calls() {
+    if std::env::var_os(ROLE).is_some() {
+        let (key, patience) = (RunKey::default(), Duration::from_secs(60));
+        let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &key, patience).unwrap();
+        let port = store.port();
+        return std::thread::scope(|scope| {
+            for rank in 0..3 {
+                scope.spawn(move || in_large_rounds(rank, port));
+            }
+        });
+    }
+    let ran = |fault: &str| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "transport::a_large_round_is_several_calls", "--nocapture"]);
+        command.env(ROLE, "").env("ZTRAIN_RCCL", standin()).env("STANDIN_FAULT", fault);
+        Ran::from(command.output().unwrap())
+    };
+    let all = ran("");
+    assert_eq!(all.code, Some(0), "{}{}", all.out, all.err);
+    // Of three ranks, so many transfers are three calls.
+    let third = ran("soon:0:3");
+    let words = "a transfer: system error, on rank 0 in a large round with ranks 1, 2";
+    assert!(third.code != Some(0) && third.err.contains(words), "{}", third.err);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use rccl_sys::Communicator;
 use tch::{Device, Kind, Tensor};
 
 use super::comm_stream::{CommStream, End, Round, refused};
+use super::parts::{Part, parts};
 use super::peers::{Peers, late};
 use super::vanish;
 use super::word::seconds;
@@ -261,29 +262,34 @@ impl CommLoop {
         Ok(())
     }
 
-    /// Queues the transfers and an event that marks their end.
+    /// Queues the transfers, part after part, and an event that marks the end of all.
     fn queue(&self, stream: &CommStream, round: &Round) -> Result<End> {
         stream.after(round.ready.as_ref())?;
-        let (all, raw) = (&self.communicator, stream.raw());
-        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let places = |transfers: &[(u32, Tensor)]| {
             transfers.iter().map(|(rank, _)| self.party.place(*rank)).collect::<Result<Vec<_>>>()
         };
         let (to, from) = (places(&round.sends)?, places(&round.receives)?);
-        let queued = all.together(|| {
-            for (to, (_, tensor)) in to.iter().zip(&round.sends) {
+        let (world, me) = (self.party.members.len() as u32, self.party.place(self.peers.rank())?);
+        let (all, raw) = (&self.communicator, stream.raw());
+        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let call = |Part { sends, receives }: Part| {
+            for (to, (_, tensor)) in sends.into_iter().map(|at| (to[at], &round.sends[at])) {
                 let data = tensor.data_ptr().cast_const();
                 // SAFETY: the round keeps the tensor, contiguous and on the stream's device, until the stream has
                 // passed it, and the sender does not write it before.
-                unsafe { all.send(data, bytes(tensor), *to, raw)? };
+                unsafe { all.send(data, bytes(tensor), to, raw)? };
             }
-            for (from, (_, tensor)) in from.iter().zip(&round.receives) {
+            for (from, (_, tensor)) in
+                receives.into_iter().map(|at| (from[at], &round.receives[at]))
+            {
                 // SAFETY: as above; the tensor is neither read nor written before it has arrived.
-                unsafe { all.receive(tensor.data_ptr(), bytes(tensor), *from, raw)? };
+                unsafe { all.receive(tensor.data_ptr(), bytes(tensor), from, raw)? };
             }
             Ok(())
-        });
-        queued.map_err(refused)?;
+        };
+        for part in parts(world, me, &to, &from).into_values() {
+            all.together(|| call(part)).map_err(refused)?;
+        }
         stream.mark()
     }
 

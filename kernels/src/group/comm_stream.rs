@@ -72,7 +72,7 @@ impl Ticket {
     }
 }
 
-/// Transfers that are queued as one group call.
+/// Transfers that are queued together, as one group call or as several (see `parts`).
 pub(super) struct Round {
     pub(super) operation: String,
     pub(super) id: ExchangeId,

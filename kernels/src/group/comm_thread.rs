@@ -2,14 +2,14 @@
 //!
 //! Properties of these libraries, and what follows:
 //! - A send completes with its receive: two ranks that each queue a send before the receive deadlock. So transfers come
-//!   in rounds. A round is one group call, within which the library advances all transfers together.
+//!   in rounds. A round is one group call, within which the library advances all transfers together. As a call holds at
+//!   most 2,048 transfers, a larger round is several calls, in an order that cannot deadlock (see `parts`): from 1,025
+//!   ranks on, or with several transfers between two of very many.
 //! - Work on a stream runs in order. Both ends put a transfer into the round of the same number, and every rank closes
 //!   its rounds in ascending order. Of all unfinished rounds take one with the smallest number (of the oldest
 //!   exchange): all that its ranks have queued before is done, so it is first on the stream of each of them, and runs.
 //!   Before a rank closes a round it may only wait for arrivals of rounds with smaller numbers; by induction none is
 //!   stuck.
-//! - A group call holds at most 2,048 transfers. The library refuses a rank that exchanges directly with more than
-//!   1,023 others; between machines transfers pass through node leaders, which stays far below.
 //! - Calls may block, and a communicator may be used by one thread at a time. So one thread, the communication thread,
 //!   makes all calls but one, and computing threads never block in one. Another thread polls the rounds under way, and
 //!   asks the library for errors while the first is in no call (see `comm_loop`).

@@ -17,7 +17,7 @@ use crate::Result;
 ///
 /// Transfers between two ranks arrive in the order in which they were begun. Each belongs to a round: both ends give it
 /// the same number, and each rank closes its rounds in ascending order. Over Gloo a transfer starts at once and rounds
-/// mean nothing; over RCCL a round is one group of transfers, queued when it is closed (see `comm_thread`).
+/// mean nothing; over RCCL a round is queued as a whole when it is closed (see `comm_thread`).
 ///
 /// Between devices waits block the computing stream of the calling thread, not the thread. A failure in the meantime is
 /// returned by the next call here, by [`super::Group::check`], or before a rank sends to all
