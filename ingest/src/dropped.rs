@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use store::disk::AtomicFile;
 use store::folder::StoreFile;
 use store::open::part_file;
+use store::verify::flaw;
 use store::{FileRecord, Location, Manifest, SourceRecord, regular};
 
 use crate::corpus::PartInputs;
@@ -295,6 +296,8 @@ pub(crate) fn cut(
     let mut next = lines.next().transpose()?;
     for (number, part) in parts.iter().enumerate() {
         let mut writer = Writer::new(create(number)?)?;
+        // No manifest has the digests of these lists, so each has a sum of its own.
+        writer.0.include_checksum(true).map_err(unwritten)?;
         while let Some(line) = next.take_if(|line| !part.are_before(line.file, line.group)) {
             writer.push(&Line { file: line.file - part.files.start, kept: None, ..line })?;
             next = lines.next().transpose()?;
@@ -302,6 +305,15 @@ pub(crate) fn cut(
         writer.finish()?.commit()?;
     }
     next.map_or(Ok(()), |_| Err(Fault::bug("a list names a file that is not there")))
+}
+
+/// Checks the sum in a list that [`cut`] made, of these bytes.
+pub(crate) fn check_cut(path: &Path, bytes: &[u8]) -> Result<()> {
+    zstd::stream::copy_decode(bytes, io::sink()).map_err(|why| {
+        Fault::data(format!("a list of removed documents is damaged: {why}"))
+            .at(path.display().to_string())
+            .hint("delete its folder, then run `zdata task decide` or `zdata build` again")
+    })
 }
 
 /// Calls `take` with every line of a store, and its source.
@@ -331,9 +343,8 @@ struct Dropped<'a> {
 
 impl<'a> Dropped<'a> {
     fn of(store: &'a Location, source: &'a SourceRecord) -> Result<Self> {
-        let removed = source.removed_file.as_ref().map(|file| {
-            let file = StoreFile::new(store, &[&source.name, &file.name]);
-            Lines::new(file.location(), file.open())
+        let removed = source.removed_file.as_ref().map(|record| {
+            Lines::of_store(&StoreFile::new(store, &[&source.name, &record.name]), record)
         });
         let removed = removed.transpose()?.map(Iterator::peekable);
         Ok(Dropped { store, source, part: 0, open: None, removed })
@@ -353,9 +364,8 @@ impl<'a> Dropped<'a> {
             let part = self.source.parts.get(self.part as usize)?;
             let (store, name, number) = (self.store, &self.source.name, self.part);
             self.part += 1;
-            let lines = part.dropped_file.as_ref().map(|file| {
-                let file = part_file(store, name, number, &file.name);
-                Lines::new(file.location(), file.open())
+            let lines = part.dropped_file.as_ref().map(|record| {
+                Lines::of_store(&part_file(store, name, number, &record.name), record)
             });
             self.open = match lines.transpose() {
                 Err(fault) => return Some(Err(fault)),
@@ -405,6 +415,14 @@ impl Lines {
         Lines::new(path.into(), regular::open(path))
     }
 
+    /// A store's list, whose bytes must be those of its record: a line that is wrong is JSON as well.
+    fn of_store(file: &StoreFile, record: &FileRecord) -> Result<Self> {
+        match flaw(file, record, &|_| ())? {
+            None => Lines::new(file.location(), file.open()),
+            Some(why) => Err(damaged(&file.location().to_string(), why)),
+        }
+    }
+
     fn new(place: Location, file: io::Result<File>) -> Result<Self> {
         let file = file.map_err(|error| place.fault("read", &error))?;
         let place = place.to_string();
@@ -441,6 +459,44 @@ mod tests {
         #[test]
         fn places_survive(group in prop::option::of(0u32..(1 << 24) - 1), row in 0u64..ROWS) {
             prop_assert_eq!(place(address(group, row).unwrap()), (group, row));
+        }
+    }
+
+    /// Any flipped bit, also one that makes another line.
+    #[test]
+    fn lists_are_held_against_their_sums() {
+        let folder = tempfile::tempdir().unwrap();
+        let of = |name: &str| folder.path().join(name);
+        let mut all = Writer::new(AtomicFile::create(&of(REMOVED)).unwrap()).unwrap();
+        let line = |file, row| Line::of_scan(file, row, "exact-duplicates", None, &[]);
+        [(0, 3), (1, 7)].map(|(file, row)| all.push(&line(file, row)).unwrap());
+        let record = all.finish().unwrap().commit().unwrap();
+        let part = PartInputs { source: 0, files: 0..2, cut: None };
+        cut(&of(REMOVED), &[&part], |_| AtomicFile::create(&of("part"))).unwrap();
+        let store = Location::from(folder.path());
+        let read = || Lines::of_store(&StoreFile::new(&store, &[REMOVED]), &record);
+        assert_eq!(read().unwrap().count(), 2);
+        let whole = |name: &str| std::fs::read(of(name)).unwrap();
+        check_cut(&of("part"), &whole("part")).unwrap();
+        for (name, bit) in ["part", REMOVED]
+            .into_iter()
+            .flat_map(|name| (0..8 * whole(name).len()).step_by(3).map(move |bit| (name, bit)))
+        {
+            let (good, mut bytes) = (whole(name), whole(name));
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            std::fs::write(of(name), &bytes).unwrap();
+            let found = match name {
+                REMOVED => read().map(drop),
+                _ => check_cut(&of(name), &bytes),
+            };
+            std::fs::write(of(name), &good).unwrap();
+            let text = |bytes: &[u8]| zstd::decode_all(bytes).ok();
+            // Some bits of a header change nothing.
+            let same = name == "part" && text(&bytes) == text(&good);
+            assert!(
+                same || found.is_err_and(|it| it.class() == contract::Class::Data),
+                "bit {bit} of {name}"
+            );
         }
     }
 

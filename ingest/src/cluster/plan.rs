@@ -15,6 +15,7 @@ use crate::assembly::request::Head;
 use crate::cache_dir::{CacheDir, Owner, PLAN as FILE, PlanName};
 use crate::corpus::{Corpus, Inventory, PartInputs, SourceFile};
 use crate::cuts;
+use crate::dropped::check_cut;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -186,6 +187,7 @@ impl Plan {
                 .hint("`zdata task scan` for each task first, then `zdata task decide`"),
             _ => Fault::io("read", &list, &error),
         })?;
+        check_cut(&list, &bytes)?;
         Ok(Some(Identity::of_bytes(&bytes)))
     }
 

@@ -10,7 +10,7 @@ use std::fs;
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result, note};
+use contract::{Fault, Result, note, terminal};
 use globset::{GlobBuilder, GlobMatcher};
 use settings::Spanned;
 use store::location::Object;
@@ -168,6 +168,7 @@ fn each(
         passed_over.append(&mut walk.made.into_inner());
     }
     for (folder, what) in passed_over {
+        let folder = terminal::name(&folder);
         note!("note: {place}: {pattern:?} passes over {folder} ({what})");
     }
     Ok(found)

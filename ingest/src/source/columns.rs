@@ -291,15 +291,17 @@ fn no_column(path: &Path, name: &str, known: &[&str]) -> Fault {
     let within = |known: &&&str| known.strip_prefix(name).is_some_and(|it| it.starts_with('.'));
     let within: Vec<&str> = known.iter().filter(within).copied().collect();
     if let Some(first) = within.first() {
-        return wrong_column(
-            path,
-            name,
-            format!("columns within it: {}", within.join(", ")),
-            "strings",
-        )
-        .hint(format!(
-            "name one of them in corpus.toml, like text = \"{first}\", or several in a `template`"
-        ));
+        let found = format!("columns within it: {}", within.join(", "));
+        let inner = first.strip_prefix(name).unwrap_or(first);
+        return wrong_column(path, name, found, "strings").hint(
+            match (inner.starts_with(".list."), inner.starts_with(".key_value.")) {
+                (true, _) => format!("name an item of the list, like template = \"{{{name}.0}}\""),
+                (_, true) => "write the text of this map into a column of its own".to_owned(),
+                _ => format!(
+                    "name one of them in corpus.toml, like text = \"{first}\", or several in a `template`"
+                ),
+            },
+        );
     }
     let fault = Fault::data(format!("no column `{name}`")).at(path.display().to_string());
     let fault = match nearest(name, known.iter().copied()) {

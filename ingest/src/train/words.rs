@@ -14,7 +14,7 @@ use crate::dedup::Tools;
 use crate::parallel::{self, Map};
 use crate::prepared::InFile;
 use crate::progress::Progress;
-use crate::source::{Document, Parsed, Slab};
+use crate::source::{Document, Parsed, Slab, place as place_of};
 use crate::walk::{Part, Walk, place};
 
 use super::{Records, SPLIT, sampled};
@@ -49,8 +49,8 @@ pub(super) fn count(
     let rules = Rules { corpus, tools, split, share };
     let mut walk = Walk::new(corpus);
     let tally = |tally: &mut Tally, part| match part {
-        Part::Slab { slab, source, raw, .. } => {
-            tally.slab(&slab, source, &rules).map(|()| Read::Within(raw))
+        Part::Slab { slab, source, file, raw } => {
+            tally.slab(&slab, [source, file], &rules).map(|()| Read::Within(raw))
         }
         Part::FileEnd { content, .. } => Ok(Read::File(content.bytes)),
         Part::SourceEnd => Ok(Read::File(0)),
@@ -121,19 +121,25 @@ struct Tally {
 }
 
 impl Tally {
-    fn slab(&mut self, slab: &Slab, number: usize, rules: &Rules<'_>) -> Result<()> {
+    fn slab(&mut self, slab: &Slab, place: [usize; 2], rules: &Rules<'_>) -> Result<()> {
+        let [number, file] = place;
         let source = &rules.corpus.sources[number];
         let steps = InFile::unscanned(source, &rules.tools);
         for parsed in slab.parse(&source.fields)? {
             match parsed {
                 Parsed::Document(document) => match &steps {
                     None => self.document(&document, number, rules),
-                    Some(steps) => match steps.apply(document) {
-                        Ok((document, _)) => self.document(&document, number, rules),
-                        Err(dropped) => {
-                            self.dropped(number, rules.corpus, &dropped.reason, dropped.fault)?;
+                    Some(steps) => {
+                        let (group, row) = (document.group, document.row);
+                        match steps.apply(document) {
+                            Ok((document, _)) => self.document(&document, number, rules),
+                            Err(dropped) => {
+                                let shown = &source.files[file].shown;
+                                let fault = dropped.fault.or_at(|| place_of(shown, group, row));
+                                self.dropped(number, rules.corpus, &dropped.reason, fault)?;
+                            }
                         }
-                    },
+                    }
                 },
                 Parsed::Dropped { reason, fault, .. } => {
                     self.dropped(number, rules.corpus, reason, fault)?;
