@@ -469,7 +469,7 @@ mod tests {
         let of = |name: &str| folder.path().join(name);
         let mut all = Writer::new(AtomicFile::create(&of(REMOVED)).unwrap()).unwrap();
         let line = |file, row| Line::of_scan(file, row, "exact-duplicates", None, &[]);
-        [(0, 3), (1, 7)].map(|(file, row)| all.push(&line(file, row)).unwrap());
+        [(0, 3), (1, 7)].into_iter().for_each(|(file, row)| all.push(&line(file, row)).unwrap());
         let record = all.finish().unwrap().commit().unwrap();
         let part = PartInputs { source: 0, files: 0..2, cut: None };
         cut(&of(REMOVED), &[&part], |_| AtomicFile::create(&of("part"))).unwrap();
