@@ -301,9 +301,12 @@ mod tests {
     #[test]
     fn a_value_that_is_not_finite_is_not_compared_with() {
         let mut window = RecentValues::of_few();
-        (0..40).for_each(|step| drop(window.place_norm(f64::from(step * 7919 % 13) + 1.0)));
+        let place = |window: &mut RecentValues, norm| {
+            window.place_norm(norm);
+        };
+        (0..40).for_each(|step| place(&mut window, f64::from(step * 7919 % 13) + 1.0));
         let before = window.clone().place_norm(9.0).unwrap();
-        (0..9).for_each(|_| drop([f64::NAN, f64::INFINITY].map(|one| window.place_norm(one))));
+        [f64::NAN, f64::INFINITY].repeat(9).into_iter().for_each(|one| place(&mut window, one));
         assert_eq!(window.place_norm(9.0), Some(before));
     }
 
