@@ -3,8 +3,9 @@
 //! - [`mod@place`] finds a rank's place in what torchrun, srun, mpirun or `--nproc` left in the environment.
 //! - `key` finds the secret by which the ranks of a run authenticate to each other.
 //! - [`mod@spawn`] is `--nproc`: it starts this program once per rank; `launcher` monitors the ranks until they end.
-//! - [`supervisor`] is `ztrain supervise`: it starts the whole command, with `--nproc` or another launcher, and restarts
-//!   it as [`rules`] say; `watch` detects hung and slow ranks, `ends` has the exit reports, `failure` informs people.
+//! - [`supervisor`] is `ztrain supervise`: it starts the whole command, with `--nproc` or another launcher, and
+//!   restarts it as [`rules`] say; `watch` detects hung and slow ranks, `ends` has the exit reports, `failure` informs
+//!   people.
 //!
 //! Our launcher controls a rank through its standard input: "stop" asks it to stop, and end of file means that the
 //! launcher has died in any way. So no rank outlives its launcher, and no signals are needed. The supervisor controls

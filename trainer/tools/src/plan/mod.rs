@@ -1,8 +1,8 @@
 //! What a run will need, reported before anything is allocated: memory of each rank by part, bytes sent in a step, the
 //! size of a checkpoint, growth of the ledger.
 //!
-//! Nothing here is measured. Memory is the formula of [`trainer::memory`]; the other numbers follow from the ownership of
-//! pieces and from the blocks of the tree, as in a step.
+//! Nothing here is measured. Memory is the formula of [`trainer::memory`]; the other numbers follow from the ownership
+//! of pieces and from the blocks of the tree, as in a step.
 
 mod sent;
 
