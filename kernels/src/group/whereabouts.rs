@@ -6,9 +6,8 @@ use super::KeyValueStore;
 use super::exchange_id::AXES;
 use crate::Result;
 
-/// Steps whose times are kept. The launcher polls five times a second and sees what was published up to a tenth of a
-/// second before: so it sees every step that takes a twentieth of a second.
-const STEPS: usize = 6;
+/// Steps whose times are kept.
+const STEPS: usize = 4;
 
 /// The progress of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +29,7 @@ impl RankProgress {
         RankProgress { begun: [0; AXES], computed: Vec::new(), exchange, place }
     }
 
-    /// Adds a step and drops the oldest beyond [`STEPS`].
+    /// Adds a step and drops the oldest beyond [`STEPS`]: enough that a reader that polls now and then sees every step.
     pub(super) fn add(&mut self, step: u64, time: Duration) {
         self.computed.push((step, time));
         let old = self.computed.len().saturating_sub(STEPS);
