@@ -90,7 +90,7 @@ pub struct Deviation {
 pub const FAR: f64 = 8.0;
 
 /// Both are from this fraction of [`FAR`] on: by chance that is rare.
-pub const TOGETHER: f64 = 5.0 / 8.0;
+const TOGETHER: f64 = 5.0 / 8.0;
 
 /// The maximum distance in steps of two spikes that are one.
 pub const GAP: u64 = 3;
@@ -106,9 +106,10 @@ pub fn log_norm(norm: f64) -> f64 {
     if norm.is_nan() { norm } else { norm.max(f64::MIN_POSITIVE).ln() }
 }
 
-/// Whether a step is a spike, by the distances of its loss and its gradient norm, if one counts as far from `far` on.
-pub fn is_spike(loss: f64, norm: f64, far: f64) -> bool {
-    loss.max(norm) > far || loss.min(norm) > TOGETHER * far
+/// The distance above which a value of a step is a spike, by the distances of its loss and its gradient norm: `far`, or
+/// less if both are far.
+pub fn bound(loss: f64, norm: f64, far: f64) -> f64 {
+    if loss.min(norm) > TOGETHER * far { TOGETHER * far } else { far }
 }
 
 impl RecentValues {

@@ -17,7 +17,7 @@ pub struct SnapshotOptions {
     pub states: usize,
     /// Steps between them.
     pub every: u64,
-    /// A step is a spike if its loss or gradient norm is this many spreads from usual ([`stats::is_spike`]).
+    /// A step is a spike if its loss or gradient norm is this many spreads from usual ([`stats::bound`]).
     pub spike: f64,
 }
 
@@ -81,9 +81,11 @@ impl Snapshots {
         };
         let loss = score(loss, self.losses.place_loss(loss));
         let norm = score(norm, self.norms.place_norm(norm));
-        let known = loss.or(norm).is_some();
-        let far = self.options.spike;
-        if !(known && stats::is_spike(loss.unwrap_or(0.0), norm.unwrap_or(0.0), far)) {
+        if loss.or(norm).is_none() {
+            return false;
+        }
+        let [loss, norm] = [loss, norm].map(Option::unwrap_or_default);
+        if loss.max(norm) <= stats::bound(loss, norm, self.options.spike) {
             return false;
         }
         let last = self.last.replace(step);

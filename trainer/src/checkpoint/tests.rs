@@ -265,8 +265,11 @@ fn of_those_that_are_kept_for_a_jump_the_newest_stay() {
         }
         save(&checkpoints, &layout, step).unwrap();
     }
-    let retention = Retention { newest: 1, every: 0, aged: false, pinned: 2 };
+    let retention = Retention { newest: 1, every: 2, aged: false, pinned: 2 };
     checkpoints.retain(retention).unwrap();
+    // The second is due as well: a multiple of `every`.
+    assert_eq!(checkpoints.steps().unwrap(), [2, 3, 4, 6]);
+    checkpoints.retain(Retention { every: 0, ..retention }).unwrap();
     assert_eq!(checkpoints.steps().unwrap(), [3, 4, 6]);
     assert_eq!(checkpoints.pinned().unwrap().into_iter().collect::<Vec<_>>(), [3, 4]);
 }

@@ -4,10 +4,10 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use contract::{Class, Result};
-use loader::Batch;
+use loader::{Batch, OpenedCurriculum};
 use tch::{Device, Tensor};
 use tools::compare::compare;
-use trainer::change::WhatIfChange;
+use trainer::change::{WhatIfChange, rate_at};
 use trainer::replay::attribute::{AttributionOptions, attribute};
 use trainer::replay::whatif::{WhatIfStep, imagine};
 use trainer::replay::{Executor, ReplayParallelism, Replayed, Replayer, ThisMachine, Verdict};
@@ -441,6 +441,33 @@ fn a_step_that_diverged_can_be_looked_at() {
     assert!(replayed.diverged.is_some() && !replayed.documents.is_empty());
     let fault = open(&scratch, "run").state_after(2).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage);
+}
+
+/// The run's own curriculum is data, whichever key is damaged; a number that the step has already is no line of it.
+#[test]
+fn a_damaged_curriculum_of_a_run_is_data_and_a_change_of_nothing_is_a_flag() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let lr = Some(rate_at(&spec, 5));
+    for (change, flag) in [
+        (WhatIfChange { lr, ..WhatIfChange::default() }, "--lr"),
+        (WhatIfChange { clip: Some(0.5), ..WhatIfChange::default() }, "--clip"),
+    ] {
+        let fault = imagine(&mut open(&scratch, "run"), 5..6, &change).map(drop).unwrap_err();
+        assert_eq!((fault.class(), fault.place()), (Class::Usage, Some(flag)), "{fault}");
+    }
+    let path = scratch.path("run/run.toml");
+    let good = std::fs::read_to_string(&path).unwrap();
+    for (key, wrong) in
+        [("dtype", "dtyqe"), ("head_dim", "head_dym"), ("head_dim = 8", "head_dim = \"x\"")]
+    {
+        std::fs::write(&path, good.replacen(key, wrong, 1)).unwrap();
+        let opened = Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2));
+        let fault = opened.map(drop).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        assert!(fault.to_string().contains("restore the file"), "{fault}");
+    }
 }
 
 #[test]

@@ -1,14 +1,14 @@
 //! Finds odd steps, each with the reason: a loss (also of one source) or a gradient norm far from those before (in
 //! either direction), a collapsed router, a jump of the learning rate, a skipped step, or one that was not completed.
 //!
-//! Every step is read once, in order, and compared with at most [`window::LENGTH`] steps before it; no more are stored.
+//! Every step is read once, in order, and compared with at most [`LENGTH`] steps before it; no more are stored.
 //! Consecutive odd steps are one finding, named by the first.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use serde::Serialize;
 
-use curriculum::stats::{FAR, GAP, LENGTH, RecentValues, TOGETHER};
+use curriculum::stats::{self, FAR, GAP, LENGTH, RecentValues};
 use trainer::ledger::StepSummaryFields;
 
 /// A source with a smaller share of a step's labels is not checked by itself.
@@ -269,8 +269,7 @@ impl Detector {
             let of = all.iter().filter(|reason| (reason.kind == OddReasonKind::Norm) == norm);
             of.map(far).fold(0.0, f64::max)
         };
-        let together = of(true).min(of(false)) > TOGETHER * FAR;
-        let bound = if together { TOGETHER * FAR } else { FAR };
+        let bound = stats::bound(of(false), of(true), FAR);
         let (mut odd, near): (Vec<_>, Vec<_>) =
             all.into_iter().partition(|reason| far(reason) > bound);
         // If the whole loss is odd, its sources are not listed.
