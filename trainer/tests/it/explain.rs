@@ -443,7 +443,7 @@ fn a_step_that_diverged_can_be_looked_at() {
     assert_eq!(fault.class(), Class::Usage);
 }
 
-/// The run's own curriculum is data, whichever key is damaged; a number that the step has already is no line of it.
+/// The run's own curriculum is data, whichever key is damaged; a number that the step has already is a flag.
 #[test]
 fn a_damaged_curriculum_of_a_run_is_data_and_a_change_of_nothing_is_a_flag() {
     let scratch = Scratch::new();
