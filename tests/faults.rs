@@ -81,6 +81,47 @@ fn without_memory_a_store_is_built_or_the_lack_is_said() {
     zdata(&["verify", arg(&store)]).ok();
 }
 
+/// The stack of a main thread grows while there is memory for it; without, a signal ends the process. So both programs let
+/// it grow when they start, to the 2 MiB that every command has here; the rest is the environment's.
+#[test]
+fn no_command_needs_more_stack_than_was_reserved() {
+    let scratch = Scratch::new();
+    let corpus = prepared(&scratch);
+    let (store, run) = (scratch.path("store"), scratch.path("run"));
+    let tokenizer = scratch.path("again.json");
+    let small = |program: &str, args: &[&str]| {
+        let ended = under("-s 2304", program, args).output().unwrap();
+        assert_eq!(ended.status.signal(), None, "{args:?}");
+        Ran::from(ended).ok()
+    };
+    let zdata = |args: &[&str]| small(env!("CARGO_BIN_EXE_zdata"), args);
+    zdata(&["tokenizer", "train", arg(&corpus), "--vocab", "400", "--out", arg(&tokenizer)]);
+    zdata(&["build", arg(&corpus), "--out", arg(&store), "--workers", "1"]);
+    let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
+    for args in [
+        &["verify", arg(&store)][..],
+        &["inspect", arg(&store), "--sample", "9", "--corpus", arg(&corpus)],
+        &["plan", arg(&curriculum)],
+        &["batch", arg(&curriculum), "--step", "3"],
+        &["digest", arg(&curriculum), "--steps", "1..21"],
+        &["schema", "curriculum"],
+        &["manual"],
+    ] {
+        zdata(args);
+    }
+    let ztrain = |args: &[&str]| small(env!("CARGO_BIN_EXE_ztrain"), args);
+    ztrain(&["--curriculum", arg(&curriculum), "--out", arg(&run), "--workers", "1"]);
+    for args in [
+        &["replay", arg(&run), "--step", "7", "--workers", "1"][..],
+        &["explain", arg(&run), "--step", "7"],
+        &["plan", arg(&curriculum)],
+        &["report", arg(&run)],
+        &["spikes", arg(&run)],
+    ] {
+        ztrain(args);
+    }
+}
+
 #[test]
 fn without_memory_a_store_is_checked_or_the_lack_is_said_and_never_called_damaged() {
     let scratch = Scratch::new();

@@ -16,9 +16,17 @@ fi
 zdata=$(realpath "${1:-target/debug/zdata}")
 start_cluster
 
-# Waits until jobs are over.
+# Waits until jobs are over. A busy Slurm answers with an error at times, which says nothing about a job.
 over() {
-  while [ -n "$(squeue -h -j "$(IFS=,; echo "$*")" 2>/dev/null)" ]; do sleep 0.2; done
+  local told
+  while :; do
+    if told=$(squeue -h -j "$(IFS=,; echo "$*")" 2>&1); then
+      [ -n "$told" ] || break
+    else
+      case $told in *"Invalid job id"*) break ;; esac
+    fi
+    sleep 0.2
+  done
 }
 
 # A corpus of ten files in two sources whose documents are compared, cleaned and trimmed; and its store as one process
@@ -72,7 +80,7 @@ build() { "$zdata" build "$dir/corpus.toml" --out "$1" --executor slurm --cache-
 requeued=0 killed=0
 hit() {
   if [ "$requeued" -le "$killed" ]; then
-    task=$(squeue -h -t R -n zdata-scan,zdata-encode -o '%A' | head -1)
+    task=$(squeue -h -t R -n zdata-scan,zdata-encode -o '%A' 2>/dev/null | head -1)
     [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null && requeued=$((requeued + 1))
   else
     pid=$(pgrep -f "$zdata task (scan|run) --cache-dir $dir" | head -1)

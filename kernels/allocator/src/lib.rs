@@ -33,8 +33,8 @@ const LAST_WORDS: &str = "error: there is not enough memory\n  hint:   free some
 /// mimalloc's error code for a lack of memory: `ENOMEM`, the same number on every Unix.
 const NO_MEMORY: c_int = 12;
 
-/// More than the main thread of a program needs, in bytes.
-const STACK: usize = 512 << 10;
+/// More than the main thread of a program needs, in bytes; `tests/faults.rs` runs both programs with this limit.
+const STACK: usize = 2 << 20;
 
 thread_local! {
     /// Whether this thread is allocating a size that may be corrupt.
