@@ -1,5 +1,5 @@
 // Simulates faulty hardware: preloaded before all other libraries, it corrupts a rank's results or kills it at a place
-// that a test chooses. The program takes no part.
+// that a test chooses. The program takes no part, but that it shows each rank's progress to any library that is preloaded.
 //
 // FAULTY has a line for each rank or list of ranks ("0+2"):
 //
@@ -7,7 +7,8 @@
 //                  that computing the same thing twice gives different errors
 // clock R 1 FILE   the clock of rank R fails once, in the thread that leads it: no program expects that
 // kill R N TEXT    rank R is killed before it sends or writes data containing TEXT for the N-th time; opening, renaming
-//                  to and removing a file count as writing its name and " opened", " put" and " removed"
+//                  to and removing a file count as writing its name and " opened", " put" and " removed"; "|EXCHANGE|PLACE"
+//                  is where it gets to that place, and not where it sends word of that
 //
 // The first two start once FILE exists, and remove it, so that the test knows they have happened.
 
@@ -110,11 +111,11 @@ void spoil(const void* tensor) {
   data[(word >> 8) % static_cast<uint64_t>(elements)] ^= 1u << (16 + word % 7);
 }
 
-// Kills this process if its fault matches what it does now.
-void passes(const void* said, size_t bytes) {
+// Kills this process if its fault matches what it does now, or the place that it gets to.
+void passes(const void* said, size_t bytes, bool is_place = false) {
   static std::atomic<long> seen{0};
   const Fault& here = fault();
-  if (here.kind == Kind::kKill && memmem(said, bytes, here.what.data(), here.what.size()) && ++seen == here.count)
+  if (here.kind == Kind::kKill && is_place == (here.what[0] == '|') && memmem(said, bytes, here.what.data(), here.what.size()) && ++seen == here.count)
     kill(getpid(), SIGKILL);
 }
 
@@ -131,6 +132,10 @@ bool is_ours(const void* caller) {
 } // namespace
 
 extern "C" {
+
+void ztrain_progress(const char* said, size_t bytes) {
+  passes(said, bytes, true);
+}
 
 ssize_t send(int to, const void* said, size_t bytes, int flags) {
   passes(said, bytes);

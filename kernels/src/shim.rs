@@ -2,13 +2,14 @@
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 
 use crate::{Error, Result};
 
 unsafe extern "C" {
     fn shim_text() -> *const c_char;
     fn shim_describe(what: *const c_char) -> c_int;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
 /// Return codes of the shim, as in `shim.h`; every other code is a failure with a message.
@@ -47,6 +48,12 @@ pub(crate) fn number(call: &'static str, ask: impl FnOnce(*mut c_int) -> c_int) 
 /// The release of libtorch that this program was compiled against.
 pub(crate) fn compiled_against() -> Result<String> {
     describe(c"compiled_against")
+}
+
+/// A function of a library that this process has loaded; null if there is none. A search takes longer than a launch.
+pub(crate) fn symbol(name: &CStr) -> *mut c_void {
+    // SAFETY: a null handle searches the whole process; the name outlives the call.
+    unsafe { dlsym(std::ptr::null_mut(), name.as_ptr()) }
 }
 
 /// libtorch's description of `what`.

@@ -1,13 +1,14 @@
 //! Launches our own kernels, checking each argument against the kernel's parameters in its source.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::sync::{Arc, OnceLock};
 
 use tch::{Device, Kind, Tensor};
 
 use super::library::Module;
 use super::own::{SOURCES, on_gpu};
+use crate::shim::symbol;
 use crate::{Error, Result};
 
 /// An argument of a kernel.
@@ -198,10 +199,6 @@ impl Queue {
     }
 }
 
-unsafe extern "C" {
-    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-}
-
 /// The stream on which the calling thread computes, as the driver's handle.
 fn current_stream(index: usize) -> Result<*mut c_void> {
     type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> c_int;
@@ -210,10 +207,8 @@ fn current_stream(index: usize) -> Result<*mut c_void> {
     // Looked up once: a search through all libraries takes longer than a launch, and each launch needs the stream.
     static FOUND: OnceLock<Option<Ask>> = OnceLock::new();
     let search = || {
-        // SAFETY: a null handle searches the whole process, where the GPU half of libtorch was opened before any device
-        // existed.
-        let found =
-            unsafe { dlsym(std::ptr::null_mut(), c"aoti_torch_get_current_cuda_stream".as_ptr()) };
+        // The GPU half of libtorch was opened before any device existed.
+        let found = symbol(c"aoti_torch_get_current_cuda_stream");
         // SAFETY: its type in libtorch's `shim.h`; null is `None`.
         unsafe { std::mem::transmute::<*mut c_void, Option<Ask>>(found) }
     };

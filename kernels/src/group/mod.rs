@@ -14,13 +14,15 @@
 //! rendezvous how the ranks left after a loss agree on who they are, and meet again
 //! word       why ranks stop, as reported by the first that stops
 //! whereabouts the progress of a rank, for error messages and monitoring
+//! mailbox    the newest progress of this rank, and the thread that writes it into the store
 //! comm_thread the thread that moves tensors with RCCL, and why a failure leaves no wrong record
 //! comm_stream rounds of transfers, and the stream on which they are queued; parts  the group calls of a round
 //! ```
 //!
-//! Only bytes move here; the receivers sum them, in the order that the tree defines. Every wait has a deadline. Before
-//! each exchange a rank writes its progress into the store, so that ranks that wait in vain can report who is missing
-//! and where it was last seen. The first rank to notice writes this report for all others.
+//! Only bytes move here; the receivers sum them, in the order that the tree defines. Every wait has a deadline. A rank
+//! writes its progress into the store, a tenth of a second after an exchange has begun at the latest and without a wait
+//! of the exchange, so that ranks that wait in vain can report who is missing and where it was last seen. The first
+//! rank to notice writes this report for all others.
 //!
 //! Invariant: all ranks of a line begin the exchanges of its axis in the same order, each from one thread at a time.
 
@@ -37,9 +39,12 @@ mod exchange_id;
 mod ffi;
 mod gathering;
 mod key;
+mod mailbox;
 mod meeting;
 mod parts;
 mod peers;
+#[cfg(test)]
+mod progress_tests;
 mod rendezvous;
 mod server;
 mod store;

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor};
@@ -12,9 +12,10 @@ use super::clock::{LOOK, refuse_date};
 use super::exchange_id::ExchangeId;
 use super::ffi::{shim_group_free, shim_recv, shim_send};
 use super::key::{Bytes32, PROOF, is_loopback, nonce, same};
+use super::mailbox::{Mailbox, PAUSE};
 use super::meeting::{announce, meet};
 use super::store::TAKEN;
-use super::whereabouts::RankProgress;
+use super::whereabouts::{RankProgress, observer};
 use super::word::{StopReason, seconds};
 use super::work::GlooTransfer;
 use super::{KeyValueStore, RankAddress, SentBytes, UnauthenticatedConnections, bridge};
@@ -31,6 +32,9 @@ const WORD: Duration = Duration::from_millis(600);
 /// connections may be closed.
 const ROLL: Duration = Duration::from_millis(300);
 
+/// The part of [`ROLL`] after which a rank that lives has published each exchange that it had begun before.
+const PUBLISHED: Duration = PAUSE.saturating_mul(2);
+
 /// All ranks of a run, from the view of one of them.
 #[derive(Debug)]
 pub(super) struct Peers {
@@ -39,7 +43,7 @@ pub(super) struct Peers {
     store: Arc<KeyValueStore>,
     handle: *mut c_void,
     /// The progress of this rank.
-    now: Mutex<RankProgress>,
+    progress: Mailbox,
     /// Held while a transfer is begun: threads of several axes may do so at once.
     posting: Mutex<()>,
     /// Whether the report that stands is this rank's.
@@ -50,13 +54,15 @@ pub(super) struct Peers {
     sent: [AtomicU64; 2],
 }
 
-// SAFETY: Gloo locks its own sends and receives; what must not overlap is begun under `now` or by one thread.
+// SAFETY: Gloo locks its own sends and receives; what must not overlap is begun under `posting` or by one thread.
 unsafe impl Send for Peers {}
 // SAFETY: as above.
 unsafe impl Sync for Peers {}
 
 impl Drop for Peers {
     fn drop(&mut self) {
+        // Before the connections close: who misses this rank then reads where it was.
+        self.progress.flush();
         // SAFETY: made by `shim_group_open`, freed once; a work keeps the parts that it needs alive.
         unsafe { shim_group_free(self.handle) }
     }
@@ -117,6 +123,9 @@ impl Peers {
         // On one machine its own host name may not resolve; the loopback always works.
         let device_host = if is_loopback(host) { "127.0.0.1" } else { "" };
         let store = Arc::new(store);
+        let (there, number) = (Arc::clone(&store), *rank);
+        let post = move |progress: &RankProgress| progress.post(&there, number);
+        let progress = Mailbox::open(RankProgress::start(), post)?;
         let connected = bridge::connect(&store, *rank, *world, [interface, device_host], timeout);
         let handle = connected.map_err(|error| match error {
             Error::Reported { .. } | Error::Mistaken { .. } | Error::Short { .. } => error,
@@ -128,11 +137,11 @@ impl Peers {
                 ),
             },
         })?;
-        let (place, now) = (place.clone(), Mutex::new(RankProgress::start()));
+        let (place, posting) = (place.clone(), Mutex::new(()));
         let spoke_first = AtomicBool::new(false);
         let sent = [AtomicU64::new(0), AtomicU64::new(0)];
-        let posting = Mutex::new(());
-        let peers = Peers { place, timeout, store, handle, now, posting, spoke_first, nodes, sent };
+        let peers =
+            Peers { place, timeout, store, handle, progress, posting, spoke_first, nodes, sent };
         peers.prove(&nonces)?;
         Ok(peers)
     }
@@ -258,30 +267,41 @@ impl Peers {
     /// Publishes what this rank is doing ("step 12, micro-batch 3"), for the error messages of ranks that miss it. Best
     /// effort: if the store is lost, the next exchange fails.
     pub(super) fn reached(&self, whereabouts: &str) {
-        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.place = whereabouts.to_owned();
-        let _ = now.post(&self.store, self.place.rank);
+        self.progress.update(|now| whereabouts.clone_into(&mut now.place));
+        self.show();
     }
 
-    /// Notes the computing time of this rank in `step`; it is published with the next progress.
-    pub(super) fn computed(&self, step: u64, time: Duration) {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner).add(step, time);
-    }
-
-    /// Publishes that the next exchange of an axis begins; returns its id.
-    pub(super) fn next(&self, axis: usize, operation: &str) -> Result<ExchangeId> {
-        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.begun[axis] += 1;
-        now.exchange = operation.to_owned();
-        if let Err(error) = now.post(&self.store, self.place.rank) {
-            return Err(self.without_store(operation, &error));
+    /// Shows this rank's progress to a preloaded library, in the thread that made it and before that continues.
+    fn show(&self) {
+        if let Some(observer) = observer() {
+            observer.show(&self.progress.newest());
         }
-        Ok(ExchangeId { axis, number: now.begun[axis] })
+    }
+
+    /// Publishes the computing time of this rank in `step`.
+    pub(super) fn computed(&self, step: u64, time: Duration) {
+        self.progress.update(|now| now.add(step, time));
+    }
+
+    /// Publishes that the next exchange of an axis begins; returns its id. Fails if the store has failed to take what
+    /// this rank published before.
+    pub(super) fn next(&self, axis: usize, operation: &str) -> Result<ExchangeId> {
+        let number = self.progress.update(|now| {
+            now.begun[axis] += 1;
+            operation.clone_into(&mut now.exchange);
+            now.begun[axis]
+        });
+        self.show();
+        match self.progress.failure() {
+            Some(error) => Err(self.without_store(operation, &error)),
+            None => Ok(ExchangeId { axis, number }),
+        }
     }
 
     /// Reports why this rank stops, for the ranks that will miss it. The first report stands.
     pub(super) fn report(&self, reason: &str) {
         let word = StopReason::stops(format!("rank {}: {reason}", self.place.rank));
+        self.progress.flush();
         if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
             self.spoke_first.store(true, Ordering::Relaxed);
         }
@@ -340,31 +360,42 @@ impl Peers {
     }
 
     /// The error when time runs out in something that `partners` share with this rank. Suspects are the ranks that have
-    /// not come as far as this exchange, or else the partners. But a suspect may itself be waiting for some other rank.
+    /// not come as far as this exchange, also once everything begun before is published; or else those that were behind
+    /// when time ran out, or else the partners. But a suspect may itself be waiting for some other rank.
     /// So each rank that times out writes this into the store. Of the ranks that do not, the suspects are missing, or
     /// all if there are no suspects among them.
     pub(super) fn stalled(&self, operation: &str, id: ExchangeId, partners: &[u32]) -> Error {
         if let Some(word) = self.word() {
             return word.error();
         }
+        let others: Vec<u32> = self.others().collect();
         let behind = self.behind(id, partners);
-        let suspects = if behind.is_empty() { partners.to_vec() } else { behind };
-        let silent = self.silent(self.others().collect());
+        let (signed, start) = (self.sign() && others.len() > 1, Instant::now());
+        let mut still = behind.clone();
+        if signed && !behind.is_empty() {
+            std::thread::sleep(PUBLISHED);
+            still.retain(|rank| self.is_behind(*rank, id));
+        }
+        let suspects = [still, behind, partners.to_vec()].into_iter().find(|some| !some.is_empty());
+        let suspects = suspects.unwrap_or_default();
+        let silent = if signed { self.silent(others, start) } else { others };
         let near = silent.iter().copied().filter(|rank| suspects.contains(rank)).collect();
         let lost = [near, silent, suspects].into_iter().find(|lost| !lost.is_empty());
         self.blame(operation, lost.unwrap_or_default(), true)
     }
 
-    /// Notes in the store that this rank timed out, and returns which of `suspects` do not do so too. A single suspect
-    /// is returned in any case.
-    fn silent(&self, mut suspects: Vec<u32>) -> Vec<u32> {
-        let sign = |rank: u32| format!("late/{rank}");
-        if self.store.set(&sign(self.place.rank), "here").is_err() || suspects.len() < 2 {
-            return suspects;
-        }
-        let (start, all) = (Instant::now(), suspects.clone());
+    /// Notes in the store that this rank timed out, after its progress: a rank that reads the note can read how far
+    /// this one has come. Returns whether the store has the note.
+    fn sign(&self) -> bool {
+        self.progress.flush();
+        self.store.set(&late_key(self.place.rank), "here").is_ok()
+    }
+
+    /// Which of `suspects` do not note within [`ROLL`] of `start` that they timed out, too; all if each of them does.
+    fn silent(&self, mut suspects: Vec<u32>, start: Instant) -> Vec<u32> {
+        let all = suspects.clone();
         while !suspects.is_empty() && start.elapsed() < ROLL {
-            suspects.retain(|rank| !matches!(self.store.find(&sign(*rank)), Ok(Some(_))));
+            suspects.retain(|rank| !matches!(self.store.find(&late_key(*rank)), Ok(Some(_))));
             std::thread::sleep(LOOK);
         }
         if suspects.is_empty() { all } else { suspects }
@@ -374,9 +405,12 @@ impl Peers {
     /// ranks count, and only those that this rank waits for are checked.
     fn behind(&self, id: ExchangeId, partners: &[u32]) -> Vec<u32> {
         let asked = |rank: &u32| id.axis == 0 || partners.contains(rank);
-        let behind =
-            |rank: &u32| self.seen(*rank).is_none_or(|seen| seen.begun[id.axis] < id.number);
-        self.others().filter(asked).filter(behind).collect()
+        self.others().filter(asked).filter(|rank| self.is_behind(*rank, id)).collect()
+    }
+
+    /// Whether a rank has not published that it has begun this exchange.
+    fn is_behind(&self, rank: u32, id: ExchangeId) -> bool {
+        self.seen(rank).is_none_or(|seen| seen.begun[id.axis] < id.number)
     }
 
     /// Reports that these ranks are missing, unless a report stands already.
@@ -404,16 +438,23 @@ impl Peers {
         self.report_once(operation, Vec::new(), report)
     }
 
+    /// How often this rank has published its progress.
+    #[cfg(test)]
+    pub(super) fn posts(&self) -> u64 {
+        self.progress.posts()
+    }
+
     /// What this rank is doing.
     fn here(&self) -> String {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner).place.clone()
+        self.progress.newest().place
     }
 
     /// Reports that this rank misses others, unless a report stands already.
     fn report_once(&self, operation: &str, lost: Vec<u32>, report: String) -> Error {
         let text = format!("rank {}: {report}", self.place.rank);
+        self.progress.flush();
         match self.store.leave(&StopReason::loses(lost, text)) {
-            Err(error) => self.without_store(operation, &error),
+            Err(error) => self.without_store(operation, &error.to_string()),
             Ok(None) => {
                 self.spoke_first.store(true, Ordering::Relaxed);
                 Error::Missing { what: report }
@@ -446,7 +487,7 @@ impl Peers {
         None
     }
 
-    fn without_store(&self, operation: &str, error: &Error) -> Error {
+    fn without_store(&self, operation: &str, error: &str) -> Error {
         let holder = if self.place.rank_0_serves { "rank 0" } else { "the launcher" };
         // This rank is cut off, so no other rank can report for it.
         self.spoke_first.store(true, Ordering::Relaxed);
@@ -466,10 +507,16 @@ impl Peers {
     pub(super) fn give_up(&self, why: &str) {
         let text = format!("rank {}: {why}", self.place.rank);
         let word = StopReason::loses(vec![self.place.rank], text);
+        self.progress.flush();
         if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
             self.spoke_first.store(true, Ordering::Relaxed);
         }
     }
+}
+
+/// Key of the note that a rank timed out.
+fn late_key(rank: u32) -> String {
+    format!("late/{rank}")
 }
 
 /// If the store ends with this process, gives the other ranks a moment to read it.

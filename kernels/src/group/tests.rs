@@ -19,7 +19,11 @@ pub(super) fn place(rank: u32, world: u32, port: u16) -> RankAddress {
 pub(super) const SECONDS: Duration = Duration::from_secs(20);
 
 /// Runs `work` as every rank but those in `absent`, each on a thread.
-fn ranks<T: Send>(world: u32, timeout: Duration, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
+pub(super) fn ranks<T: Send>(
+    world: u32,
+    timeout: Duration,
+    work: impl Fn(Group) -> T + Sync,
+) -> Vec<T> {
     let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let (port, work) = (store.port(), &work);
     thread::scope(|scope| {

@@ -1,13 +1,17 @@
 //! The progress of a rank, as it publishes it in the store: for ranks that miss it, and for monitoring.
 
+use std::ffi::{c_char, c_void};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use super::KeyValueStore;
 use super::exchange_id::AXES;
 use crate::Result;
+use crate::shim::symbol;
 
-/// Steps whose times are kept.
-const STEPS: usize = 4;
+/// Steps whose times are kept. The launcher polls five times a second and sees what was published up to a tenth of a
+/// second before: so it sees every step that takes a twentieth of a second.
+const STEPS: usize = 6;
 
 /// The progress of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,7 +33,7 @@ impl RankProgress {
         RankProgress { begun: [0; AXES], computed: Vec::new(), exchange, place }
     }
 
-    /// Adds a step and drops the oldest beyond [`STEPS`]: enough that a reader that polls now and then sees every step.
+    /// Adds a step and drops the oldest beyond [`STEPS`].
     pub(super) fn add(&mut self, step: u64, time: Duration) {
         self.computed.push((step, time));
         let old = self.computed.len().saturating_sub(STEPS);
@@ -46,6 +50,7 @@ impl RankProgress {
         Ok(store.find(&key(rank))?.as_deref().and_then(RankProgress::read))
     }
 
+    /// `BEGUN|COMPUTED|EXCHANGE|PLACE`.
     fn written(&self) -> String {
         let begun: Vec<String> = self.begun.iter().map(u64::to_string).collect();
         let step = |(step, time): &(u64, Duration)| format!("{step}:{}", time.as_nanos());
@@ -66,6 +71,32 @@ impl RankProgress {
         let computed = parts.next()?.split(',').filter_map(step).collect();
         let (exchange, place) = (parts.next()?.to_owned(), parts.next()?.to_owned());
         Some(RankProgress { begun, computed, exchange, place })
+    }
+}
+
+/// The function `void ztrain_progress(const char* text, size_t bytes)` of a library that was loaded with the program
+/// (`LD_PRELOAD`): a tracer, or a test that ends a rank at a place. The text is that of the store, not terminated.
+#[derive(Clone, Copy)]
+pub(super) struct Observer(Show);
+
+type Show = unsafe extern "C" fn(*const c_char, usize);
+
+/// The observer of this process, if there is one.
+pub(super) fn observer() -> Option<Observer> {
+    static FOUND: OnceLock<Option<Observer>> = OnceLock::new();
+    *FOUND.get_or_init(|| {
+        let found = symbol(c"ztrain_progress");
+        // SAFETY: its type as documented; null is `None`.
+        unsafe { std::mem::transmute::<*mut c_void, Option<Show>>(found) }.map(Observer)
+    })
+}
+
+impl Observer {
+    /// Shows it this progress.
+    pub(super) fn show(self, progress: &RankProgress) {
+        let text = progress.written();
+        // SAFETY: the text outlives the call, with its length.
+        unsafe { (self.0)(text.as_ptr().cast(), text.len()) }
     }
 }
 
