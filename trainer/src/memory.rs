@@ -21,6 +21,7 @@ use crate::ledger;
 use crate::mesh::axes::Axis;
 use crate::mesh::behind::OwnedBytes;
 use crate::mesh::copies::Partners;
+use crate::mesh::share::MESSAGES;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, AxisGroup};
 use crate::mesh::{Degrees, GradReduce, Mesh, gather};
@@ -315,7 +316,8 @@ fn updating(always: MemoryUse, holder: &RankMemoryUse<'_>) -> MemoryUse {
     MemoryUse { sums: 4 * holder.length() + scratch, ..always }
 }
 
-/// While new weights are exchanged each rank has its own packed, and receives those of all others.
+/// While new weights are exchanged each rank has its own packed, and receives those of all others. Meanwhile it updates the
+/// pieces of its last message, whose gradients are left.
 fn sharing(
     spec: &RunSpec,
     dtype: Dtype,
@@ -332,7 +334,9 @@ fn sharing(
     let owned: u64 = holder.shards().map(bytes).sum();
     // Of the shards of its own pieces a rank keeps its share.
     let kept = owned - shards + shards / u64::from(holder.fold.degree());
-    MemoryUse { sent: owned, received: always.weights.saturating_sub(kept), ..always }
+    let gradients = 4 * holder.length();
+    let sums = updating(always, holder).sums - gradients + gradients / MESSAGES as u64;
+    MemoryUse { sent: owned, received: always.weights.saturating_sub(kept), sums, ..always }
 }
 
 /// What the ranks of a machine will hold, for any command that computes steps.

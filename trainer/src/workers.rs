@@ -143,20 +143,29 @@ impl Workers {
         items: Vec<I>,
         work: impl Fn(I) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        let count = items.len() as u64;
-        let slots: Vec<Mutex<Option<I>>> =
-            items.into_iter().map(|item| Mutex::new(Some(item))).collect();
-        let mut results = Vec::with_capacity(slots.len());
-        let once = |index: u64| match lock(&slots[index as usize]).take() {
-            Some(item) => work(item),
-            None => Err(Fault::bug("an item was handed to two workers")),
-        };
-        // All results are kept anyway, so no worker waits for a slow earlier item.
-        self.fold_ahead(count, count, once, |_, result| {
+        let mut results = Vec::with_capacity(items.len());
+        self.map_each(items, work, |result| {
             results.push(result);
             Ok(())
         })?;
         Ok(results)
+    }
+
+    /// The same, but passes each result to `take`, in item order. No worker waits for a slow earlier item.
+    pub(crate) fn map_each<I: Send, T: Send>(
+        self,
+        items: Vec<I>,
+        work: impl Fn(I) -> Result<T> + Sync,
+        mut take: impl FnMut(T) -> Result<()> + Send,
+    ) -> Result<()> {
+        let count = items.len() as u64;
+        let slots: Vec<Mutex<Option<I>>> =
+            items.into_iter().map(|item| Mutex::new(Some(item))).collect();
+        let once = |index: u64| match lock(&slots[index as usize]).take() {
+            Some(item) => work(item),
+            None => Err(Fault::bug("an item was handed to two workers")),
+        };
+        self.fold_ahead(count, count, once, |_, result| take(result))
     }
 
     /// Groups items for [`Workers::map`]: single items in main memory; on a device one group, so the host reads once.

@@ -87,7 +87,7 @@ impl<'a> GradientSum<'a> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::thread;
     use std::time::Duration;
 
@@ -104,7 +104,7 @@ mod tests {
     use crate::state::ownership;
     use crate::workers::Workers;
 
-    const PATIENCE: Duration = Duration::from_secs(30);
+    pub(in crate::mesh) const PATIENCE: Duration = Duration::from_secs(30);
 
     /// Micro-batch `leaf`'s gradient of each parameter: numbers whose sums depend on their order.
     fn gradient(layout: &StateLayout, leaf: u64) -> Vec<Tensor> {
@@ -181,31 +181,37 @@ mod tests {
             for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
                 // The same number of turns on every rank of a line.
                 let leaves = 3 * u64::from(world);
-                let store =
-                    KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE)
-                        .unwrap();
-                let port = store.port();
-                thread::scope(|scope| {
-                    for rank in 0..world {
-                        let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
-                        let (interface, node) = (String::new(), (rank / 2).to_string());
-                        let (rank_0_serves, key) = (false, RunKey::default());
-                        let place = RankAddress {
-                            rank,
-                            world,
-                            host,
-                            port,
-                            rank_0_serves,
-                            key,
-                            name,
-                            interface,
-                            node,
-                        };
-                        let line = rank / size * size..rank / size * size + size;
-                        scope.spawn(move || gather(&place, grad_reduce, line, leaves));
-                    }
+                on_ranks(world, |place| {
+                    let first = place.rank / size * size;
+                    gather(&place, grad_reduce, first..first + size, leaves);
                 });
             }
         }
+    }
+
+    /// Runs `work` as each rank, on threads; every two ranks are a machine.
+    pub(in crate::mesh) fn on_ranks(world: u32, work: impl Fn(RankAddress) + Sync) {
+        let store =
+            KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
+        let (port, work) = (store.port(), &work);
+        thread::scope(|scope| {
+            for rank in 0..world {
+                let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
+                let (interface, node) = (String::new(), (rank / 2).to_string());
+                let (rank_0_serves, key) = (false, RunKey::default());
+                let place = RankAddress {
+                    rank,
+                    world,
+                    host,
+                    port,
+                    rank_0_serves,
+                    key,
+                    name,
+                    interface,
+                    node,
+                };
+                scope.spawn(move || work(place));
+            }
+        });
     }
 }

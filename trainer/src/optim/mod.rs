@@ -203,24 +203,33 @@ pub struct StepScalars {
     pub scale: f64,
 }
 
-/// Runs the items on the workers; results are in the order of the items.
+/// Runs the items on the workers; results are in the order of the items. `done` hears in that order how many are done, or
+/// queued on their device.
 pub(crate) fn run(
     settings: &OptimizerSettings,
     items: Vec<UpdateItem>,
     at: StepScalars,
     workers: Workers,
+    mut done: impl FnMut(usize) -> Result<()> + Send,
 ) -> Result<UpdateResults> {
     let (rules, ops) = (together::StepRules { settings, at }, workers.ops());
     let device = items.first().map_or(tch::Device::Cpu, |item| item.weight.device());
     let chunks = items.iter().map(UpdateItem::chunks).collect();
-    let groups = match device {
+    let groups: Vec<_> = match device {
         tch::Device::Cpu => items.into_iter().map(|item| vec![item]).collect(),
         _ => together::groups(items),
     };
-    let found =
-        workers.map(groups, |items| tch::no_grad(|| rules.apply(ops, items)).map_err(refused))?;
-    let mut record = Record::default();
-    found.iter().try_for_each(|words| record.put(words)).map_err(refused)?;
+    let (mut record, mut count) = (Record::default(), 0);
+    let apply = |items: Vec<UpdateItem>| {
+        let count = items.len();
+        let words = tch::no_grad(|| rules.apply(ops, items)).map_err(refused)?;
+        Ok((words, count))
+    };
+    workers.map_each(groups, apply, |(words, more)| {
+        record.put(&words).map_err(refused)?;
+        count += more;
+        done(count)
+    })?;
     Ok(UpdateResults { record, chunks })
 }
 

@@ -190,7 +190,8 @@ mod tests {
         let alias = |item: &UpdateItem| item.part(0, Tensor::shallow_clone);
         let aliases = |items: &[UpdateItem]| items.iter().map(alias).collect();
         let (alone, listed) = (items(), items());
-        let by_itself = optim::run(&settings, aliases(&alone), at, Workers::new(2)).unwrap();
+        let by_itself =
+            optim::run(&settings, aliases(&alone), at, Workers::new(2), |_| Ok(())).unwrap();
         let rules = StepRules { settings: &settings, at };
         let chunks = listed.iter().map(UpdateItem::chunks).collect();
         let mut together = UpdateResults { record: Record::default(), chunks };

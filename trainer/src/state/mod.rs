@@ -456,13 +456,15 @@ impl State {
     }
 
     /// Updates this rank's pieces by their gradients, given in the order of the pieces; `scales` are those of each
-    /// parameter. The caller advances `step`.
+    /// parameter. A gradient is freed when its piece is done; `done` hears how many of the first pieces are. The caller
+    /// advances `step`.
     pub(crate) fn update(
-        &mut self,
+        &self,
         by: (&OptimizerSettings, &[ParamScales]),
-        gradients: &[Tensor],
+        gradients: Vec<Tensor>,
         at: StepScalars,
         workers: Workers,
+        mut done: impl FnMut(usize) -> Result<()> + Send,
     ) -> Result<Updated> {
         self.await_copies()?;
         let (settings, scales) = by;
@@ -472,7 +474,7 @@ impl State {
             let salts = [Part::Weight, Part::First, Part::Second];
             let salts = salts.map(|part| salt(part, piece.tensor));
             let sums = ChecksumInputs { first: piece.first as u64, salts };
-            let [first, gradient] = [&owned.first, gradient].map(Tensor::shallow_clone);
+            let first = owned.first.shallow_clone();
             let how = match (piece.rule, &owned.second) {
                 (OptimizerRule::AdamW { .. }, Some(second)) => {
                     UpdateKind::AdamW { second: second.shallow_clone() }
@@ -484,7 +486,8 @@ impl State {
             optim::split(piece.rule, whole, &mut items);
             ends.push(items.len());
         }
-        let outcome = optim::run(settings, items, at, workers)?;
+        let pieces = |items: usize| done(ends.partition_point(|end| *end <= items));
+        let outcome = optim::run(settings, items, at, workers, pieces)?;
         self.round_shards(workers)?;
         Ok(Updated { outcome, ends })
     }

@@ -18,7 +18,8 @@ use crate::optim::balance::RouterBalance;
 use crate::spec::RunSpec;
 use crate::state::{State, StateSums, Updated};
 
-/// Updates weights, moments and balancing biases, unless the step is skipped; returns the results.
+/// Updates weights, moments and balancing biases, unless the step is skipped; returns the results. New weights are sent
+/// to the other ranks while the next ones are computed.
 pub(super) fn apply(
     cx: StepContext<'_>,
     state: &mut State,
@@ -28,16 +29,12 @@ pub(super) fn apply(
     let own = std::mem::take(&mut gradient.own);
     let mut moved = None;
     if decided.decision.moves() {
-        moved = Some(state.update(
-            (&decided.settings, &cx.spec.scales),
-            &own,
-            decided.at,
-            cx.workers,
-        )?);
-        // Freed before the weights of other ranks are received.
-        drop(own);
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
-        share::weights(cx.team, state)?;
+        let mut sharing = share::WeightSharing::begin(cx.team, state)?;
+        let by = (&decided.settings, &cx.spec.scales[..]);
+        let done = |pieces| sharing.done(pieces);
+        moved = Some(state.update(by, own, decided.at, cx.workers, done)?);
+        sharing.finish(state)?;
     }
     state.step = gradient.step;
     Ok(moved)

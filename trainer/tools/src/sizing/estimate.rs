@@ -25,6 +25,7 @@ use super::{faults, traffic};
 use crate::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
 use trainer::costs::matmuls::{self, MicroBatchShape};
 use trainer::mesh::GradReduce;
+use trainer::mesh::share::MESSAGES;
 use trainer::model::{self, ActivationCheckpointing, ParamSpec};
 use trainer::optim::OptimizerRule;
 use trainer::state::ownership::{self, ParamShard};
@@ -51,7 +52,7 @@ pub struct StepTime {
     pub gradients: f64,
     /// See above.
     pub hidden: f64,
-    /// Seconds in which new weights are sent.
+    /// Seconds in which new weights are sent, of which the update hides some.
     pub weights: f64,
     /// Model FLOPs of a step.
     pub model_flops: f64,
@@ -112,7 +113,7 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     whole_gradients(setting, per_line, standing, &mut seconds);
     owners(setting, first, &pieces, &mut seconds);
-    let (gradients, weights) = exchange(setting, needs.sent);
+    let (gradients, [near, far]) = exchange(setting, needs.sent);
     // Blocks of a bucketed round are sent while the next is computed; all gradients during the last backward pass.
     let covered = match fleet.grad_reduce {
         GradReduce::Whole => way_back,
@@ -129,7 +130,11 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
         packing(setting, first, per_line, standing, &mut seconds);
     }
     seconds.add(StepPart::Blocks, gradients - hidden);
-    seconds.add(StepPart::Share, weights);
+    // All messages but the last travel while other pieces are updated; the leader of a machine forwards them afterwards.
+    let (weights, early) = (near + far, 1.0 - 1.0 / MESSAGES as f64);
+    let direct = if far > 0.0 { far } else { near };
+    let updating = seconds.of(StepPart::Muon) + seconds.of(StepPart::AdamW);
+    seconds.add(StepPart::Share, weights - cluster.overlap * early * direct.min(updating));
     let counts = Counts { per_line, rounds, micro_batches, standing };
     Ok(finish(setting, needs, counts, &seconds, ExchangeSeconds { gradients, hidden, weights }))
 }
@@ -339,8 +344,12 @@ fn orthogonalized(piece: &ParamShard) -> Option<impl Fn(&Cluster) -> f64> {
     Some(move |cluster: &Cluster| matrices * operations / rate(cluster))
 }
 
-/// Seconds to exchange gradients and new weights: the bytes of a rank by tier, one tier after the other.
-fn exchange(PlannedRun { cluster, fleet, .. }: PlannedRun<'_>, sent: SentInStep) -> (f64, f64) {
+/// Seconds to exchange gradients, one tier after the other, and new weights, within and between machines: the bytes of a
+/// rank by tier.
+fn exchange(
+    PlannedRun { cluster, fleet, .. }: PlannedRun<'_>,
+    sent: SentInStep,
+) -> (f64, [f64; 2]) {
     let ranks = f64::from(fleet.ranks);
     let near = f64::from(fleet.ranks_per_node.min(fleet.ranks)) - 1.0;
     let far = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)) - 1.0;
@@ -350,13 +359,13 @@ fn exchange(PlannedRun { cluster, fleet, .. }: PlannedRun<'_>, sent: SentInStep)
         }
         _ => 0.0,
     };
-    let both = |within: u64, between: u64| {
-        tier(cluster.within, within, near) + tier(cluster.between.or(cluster.within), between, far)
+    let tiers = |within: u64, between: u64| {
+        let between = tier(cluster.between.or(cluster.within), between, far);
+        [tier(cluster.within, within, near), between]
     };
-    (
-        both(sent.gradients_within_machines, sent.gradients_between_machines),
-        both(sent.weights_within_machines, sent.weights_between_machines),
-    )
+    let gradients = tiers(sent.gradients_within_machines, sent.gradients_between_machines);
+    let weights = tiers(sent.weights_within_machines, sent.weights_between_machines);
+    (gradients.iter().sum(), weights)
 }
 
 /// The cost of checkpoints and failures for steps of `step` seconds; `None` if the cluster has no failure rate.
