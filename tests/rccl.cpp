@@ -13,7 +13,7 @@
 // the stand-in for a GPU is loaded (kernels/device/standin), its streams are used. It is informed what a group reads
 // and writes, and when it begins and ends.
 // For the tests, STANDIN_FAULT has one of these, for the N-th group of rank R:
-//   kill:R:N, stop:R:N   kills or halts the rank in the middle of the group
+//   kill:R:N, stop:R:N   kills or halts the rank in the middle of the group, or of the next one in which it sends
 //   block:R:N            ncclGroupEnd does not return until the communicator is aborted
 //   wrong:R:N            the group ends in an error without moving its tensors, after a delay in which others reach it
 //   soon:R:N             the same, before the call returns
@@ -142,6 +142,14 @@ bool fault(const char* what, const Comm& comm, int number) {
   return asked != nullptr && mine == asked;
 }
 
+// Whether the tests ask for this fault in this group or in one before.
+bool due(const char* what, const Comm& comm, int number) {
+  for (int before = number; before >= 0; --before) {
+    if (fault(what, comm, before)) return true;
+  }
+  return false;
+}
+
 // Sleeps if the tests ask for a delay.
 void nap(const Comm& comm, int number) {
   const char* most = std::getenv("STANDIN_DELAY");
@@ -266,8 +274,8 @@ void run(Comm& comm, const Group& group, int number) {
       lost |= (polled[i].revents & (POLLERR | POLLHUP)) != 0;
       moved += before != wires[i]->payload_left;
     }
-    if (moved > 0 && fault("kill", comm, number)) ::raise(SIGKILL);
-    if (moved > 0 && fault("stop", comm, number)) ::raise(SIGSTOP);
+    if (moved > 0 && due("kill", comm, number)) ::raise(SIGKILL);
+    if (moved > 0 && due("stop", comm, number)) ::raise(SIGSTOP);
     // A lost peer stays lost, unreported: without a pause this would spin.
     if (lost) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
