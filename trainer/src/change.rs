@@ -33,23 +33,6 @@ pub struct WhatIfChange {
 pub type DocumentsBySource = BTreeMap<String, BTreeSet<u64>>;
 
 impl WhatIfChange {
-    /// Whether `asked` names the document `id` of a source, by its name or that of the source that has it as a bucket:
-    /// `ID`, or `SOURCE:ID` where several sources have that id.
-    pub(crate) fn drops(asked: &str, names: [&str; 2], id: &str) -> bool {
-        let of = |source| asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
-        asked == id || names.map(of).contains(&Some(id))
-    }
-
-    /// Refuses an argument that names documents of several sources; `found` maps each argument to the sources that have
-    /// it.
-    pub(crate) fn refuse_ambiguous(found: &BTreeMap<&str, BTreeSet<&str>>) -> Result<()> {
-        let Some((asked, sources)) = found.iter().find(|(_, sources)| sources.len() > 1) else {
-            return Ok(());
-        };
-        let sources: Vec<_> = sources.iter().copied().collect();
-        Err(Fault::of_several_sources("--drop-doc", asked, &sources))
-    }
-
     /// Whether anything is changed.
     pub fn is_some(&self) -> bool {
         *self != WhatIfChange::default()

@@ -39,7 +39,7 @@ pub mod model;
 pub mod optim;
 mod passes;
 pub mod progress;
-mod reaction;
+pub mod reaction;
 pub mod refusal;
 pub mod replay;
 pub mod run;
@@ -49,7 +49,7 @@ pub mod state;
 pub mod step;
 pub mod timing;
 pub mod validate;
-mod waiting;
+pub mod waiting;
 pub mod workers;
 
 pub use exec::ExecOptions;

@@ -51,7 +51,8 @@ fn subjects(found: &Explanation) -> Vec<Subject> {
 fn longest(scratch: &Scratch, run: &str, step: u64, count: usize) -> Vec<(String, u64)> {
     let mut replayer = open(scratch, run);
     let mut state = replayer.state_after(step - 1).unwrap();
-    let mut documents = replayer.step(&mut state, Detail::Tokens).unwrap().documents;
+    let mut documents =
+        tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap().documents;
     documents.sort_by_key(|document| std::cmp::Reverse(document.labels));
     documents.truncate(count);
     documents.into_iter().map(|document| (document.id, document.tokens)).collect()
@@ -314,7 +315,8 @@ fn a_flipped_bit_in_a_weight_is_named() {
     values[100] = f32::from_bits(values[100].to_bits() ^ (1 << 29));
     let shape = state.weights[0].size();
     state.weights[0] = tch::Tensor::from_slice(&values).reshape(shape);
-    let record = replayer.step(&mut state, Detail::Sums).unwrap().record.unwrap();
+    let record =
+        tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed.record.unwrap();
     Ledger::open(&scratch.path("run/ledger.jsonl"))
         .unwrap()
         .unwrap()

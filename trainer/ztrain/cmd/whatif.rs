@@ -8,9 +8,9 @@ use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
 use tools::chart::Chart;
+use tools::replay::whatif::WhatIfSteps;
 use trainer::change::{self, WhatIfChange};
 use trainer::optim::guard::Skipped;
-use trainer::replay::whatif::WhatIfSteps;
 
 use super::drawing::Drawing;
 

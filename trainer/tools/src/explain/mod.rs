@@ -1,7 +1,7 @@
 //! Explains a step: one sentence, then the evidence for it.
 //!
 //! ```text
-//! replay       recomputes the step and compares bits                               replay::narrow
+//! replay       recomputes the step and compares bits                               crate::replay::narrow
 //! documents    excess loss, gradient and alignment of each; the worst first       documents, tokens
 //! removal      the step without the worst of them, exactly                        removal
 //! moved        how far loss, norm, updates and speed are from usual               moved, speed
@@ -44,14 +44,17 @@ pub use verdict::{Finding, Subject};
 use documents::StepGradient;
 use history::PreviousSteps;
 use removal::RemovalReplay;
+
+use crate::replay::documents::DocumentLoss;
+use crate::replay::narrow::{self, LocatedDifference};
+use crate::replay::of_step;
+use crate::replay::texts::TextDecoder;
 use trainer::change::{self, flag, rate_at};
 use trainer::ledger::StepRecord;
 use trainer::optim::norm;
-use trainer::replay::documents::DocumentLoss;
-use trainer::replay::narrow::LocatedDifference;
-use trainer::replay::texts::TextDecoder;
-use trainer::replay::{Replayer, Verdict, tokens as tokens_of};
+use trainer::replay::{ReplayedBatch, Replayer, Verdict, tokens as tokens_of};
 use trainer::state::State;
+use trainer::step::Detail;
 
 /// The step to explain, and how much to compute.
 #[derive(Clone, Copy, Debug)]
@@ -149,19 +152,24 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     let history = || PreviousSteps::read(replayer.ledger(), step, window);
     let history = replayer.timed("window", history)?;
     let mut after = before.copy()?;
-    let kept = replayer.step_with_gradient(&before, &mut after)?;
-    let (batch, replayed) = (&kept.batch, kept.replayed);
+    let mut gradient = Vec::new();
+    let again = replayer.step(&before, &mut after, Detail::Tokens, |reduced| {
+        gradient.extend(reduced.own.iter().map(Tensor::shallow_clone));
+    })?;
+    let bits = narrow::narrow(replayer, &again, &before, &after)?;
+    let found = of_step(replayer, &again)?;
+    let ReplayedBatch { replayed, batch, token_losses } = &again;
     let (spec, workers) = (replayer.spec(), replayer.workers());
-    let squares = squares(&kept.gradient, workers)?;
+    let squares = squares(&gradient, workers)?;
     let cost = |source: &str| history.cost(source).unwrap_or(replayed.loss);
-    let step_gradient = StepGradient { pieces: before.owners.pieces(), own: &kept.gradient };
-    let gradients = gradients(replayer, &before, batch, &replayed.documents, step_gradient)?;
-    let ranked = documents::rank(replayed.documents, &gradients, cost, squares);
+    let step_gradient = StepGradient { pieces: before.owners.pieces(), own: &gradient };
+    let gradients = gradients(replayer, &before, batch, &found, step_gradient)?;
+    let ranked = documents::rank(found, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
     let decoder = TextDecoder::of(spec)?;
-    let worst = named.iter().map(|evidence| {
-        tokens::worst(batch, &evidence.document, &kept.token_losses, tokens, &decoder)
-    });
+    let worst = named
+        .iter()
+        .map(|evidence| tokens::worst(batch, &evidence.document, token_losses, tokens, &decoder));
     let worst = worst.collect::<Result<Vec<_>>>()?;
     let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
     let without = RemovalReplay { replayer, before: &before, batch, next: next.as_ref() };
@@ -181,9 +189,9 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
         moved: Deviations::default(),
         speed: SpeedEvidence::read(replayer.folder(), step)?,
         verdict: replayed.verdict,
-        advice: replayed.advice,
-        bits: replayed.narrowed,
-        diverged: replayed.diverged,
+        advice: replayed.advice.clone(),
+        bits,
+        diverged: replayed.diverged.clone(),
         loss: replayed.loss,
         loss_before: history.median(|record| Some(record.loss)),
         norm: replayed.record.as_ref().map_or_else(|| squares.sqrt(), StepRecord::norm),
@@ -202,7 +210,7 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
         changes: Vec::new(),
         next: Vec::new(),
     };
-    explanation.by_the_ledger(replayer, &before, &history, replayed.record)?;
+    explanation.by_the_ledger(replayer, &before, &history, replayed.record.as_ref())?;
     explanation.next = next_commands(&explanation, replayer);
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
@@ -232,12 +240,12 @@ impl Explanation {
         replayer: &Replayer,
         before: &State,
         history: &PreviousSteps,
-        again: Option<StepRecord>,
+        again: Option<&StepRecord>,
     ) -> Result<()> {
         let (step, spec, workers) = (self.step, replayer.spec(), replayer.workers());
         let recorded = step <= replayer.recorded();
         let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
-        let record = written.as_ref().or(again.as_ref());
+        let record = written.as_ref().or(again);
         self.changes = changes::changes(spec, replayer.folder(), history, step, record)?;
         let changed = changes::last(&self.changes);
         self.layers = layers::layers(spec, before, record, history, changed, workers)?;
