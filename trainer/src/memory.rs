@@ -377,8 +377,8 @@ pub fn refuse(
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
-    let partners = Partners::new(names);
     let MachineDemand { degrees, flat, grad_reduce, workers, replicate, limit, .. } = demand;
+    let replicas = if replicate { Partners::new(names).held(&pieces) } else { Vec::new() };
     for (name, first, _) in spec.segments() {
         let (mut all, mut held) = (0u64, MemoryUse::default());
         let on_device = device != Device::Cpu;
@@ -391,7 +391,7 @@ pub fn refuse(
         }
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank);
-            let replicated = if replicate { partners.held(&pieces, rank) } else { 0 };
+            let replicated = replicas.get(rank as usize).copied().unwrap_or(0);
             let parts = [found.sum(), replicated, demand.copied(&pieces, rank)];
             all = parts.into_iter().fold(all, u64::saturating_add);
             held = if rank == me { found } else { held };

@@ -13,7 +13,7 @@
 pub mod axes;
 pub mod behind;
 pub(crate) mod buckets;
-pub mod context;
+pub(crate) mod context;
 pub mod copies;
 pub(crate) mod gather;
 pub(crate) mod gradients;

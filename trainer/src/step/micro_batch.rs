@@ -11,7 +11,7 @@ use super::readout::{Detail, MicroBatchReport, MicroBatchSums};
 use super::rows::{input, inputs, place};
 use crate::audit::{self, AuditFraction};
 use crate::mesh::context::{SharedMicroBatch, SharedSink};
-use crate::mesh::sink::GradientChecksum;
+use crate::mesh::sink::MicroBatchSink;
 use crate::mesh::sum::GradientSum;
 use crate::model::{
     self, BatchBuffer, CheckedMicroBatch, GradientSink, MicroBatchContext, StagedMicroBatch,
@@ -140,21 +140,18 @@ impl RankMicroBatches<'_> {
         let compute = |staged, how: MicroBatchContext<'_>, sink: &mut dyn GradientSink| {
             model::micro_batch(config, weights, biases, staged, label_count, how, sink)
         };
-        let (losses, checksum) = match (shared, sum) {
-            (Some(shared), _) => {
-                let into = sum.map(|(sum, _)| (sum, number));
+        let (into, at_once) =
+            (sum.map(|(sum, _)| (sum, number)), sum.is_some_and(|(_, flag)| flag));
+        let (losses, checksum) = match shared {
+            Some(shared) => {
                 let mut sink = SharedSink::new(shared, into);
                 let how =
                     MicroBatchContext { options, line: Some(shared.line), folded: shared.folded };
                 (compute(staged, how, &mut sink)?, sink.finish()?)
             }
-            (None, Some((sum, at_once))) => {
-                let mut sink = sum.sink(number, at_once);
-                (compute(staged, options.into(), &mut sink)?, sink.checksum()?)
-            }
-            (None, None) => {
-                let mut sink = GradientChecksum::default();
-                (compute(staged, options.into(), &mut sink)?, sink.total())
+            None => {
+                let mut sink = MicroBatchSink::new(into, at_once);
+                (compute(staged, options.into(), &mut sink)?, sink.finish()?)
             }
         };
         MicroBatchReport::of(losses, checksum, &input(batch, micro_batch), detail)
@@ -194,10 +191,10 @@ pub fn micro_batch_alone(
     let (config, how) = (model.config(), model.options());
     let (staged, label_count) = (input.stage(config, &stager)?, batch.label_count.max(1));
     let compute = |staged, Weights { weights, biases }: Weights<'_>| {
-        let mut sink = GradientChecksum::default();
+        let mut sink = MicroBatchSink::new(None, true);
         let losses =
             model::micro_batch(config, weights, biases, staged, label_count, how, &mut sink)?;
-        Ok(MicroBatchReport::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
+        Ok(MicroBatchReport::of(losses, sink.finish()?, &input, Detail::Tokens)?.alone()?.0)
     };
     // On a separate worker, as in the run.
     let mut found = workers.map(vec![staged], |staged| {

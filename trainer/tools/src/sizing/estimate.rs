@@ -19,6 +19,7 @@ use serde::Serialize;
 
 use super::Curve;
 use super::cluster::{Cluster, NetworkLink};
+use super::shapes::of_newton_schulz;
 pub use super::standing::PlannedRun;
 use super::standing::{self, RankArrangement};
 use super::{faults, traffic};
@@ -331,7 +332,7 @@ fn orthogonalized(piece: &ParamShard) -> Option<impl Fn(&Cluster) -> f64> {
     }
     let matrices = piece.length() as f64 / (rows * columns) as f64;
     let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
-    let operations = matmuls::of_newton_schulz(rows, columns);
+    let operations = of_newton_schulz(rows, columns);
     let rate = move |cluster: &Cluster| match &cluster.newton_schulz {
         Some(curve) => curve.at(operations),
         None => cluster.f32.at(2.0 * short * short * long),
