@@ -16,7 +16,7 @@ use crate::mesh::sum::GradientSum;
 use crate::model::{
     self, BatchBuffer, CheckedMicroBatch, GradientSink, MicroBatchContext, StagedMicroBatch,
 };
-use crate::refusal::refused;
+use crate::refusal::lost;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::workers::Workers;
@@ -66,8 +66,7 @@ impl StagedBatch {
 
 /// Starts to copy the micro-batches of `batch` to `device`.
 pub fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<StagedBatch> {
-    let stager = Stager::kept(device).map_err(|error| Fault::machine(error.to_string()))?;
-    StagedBatch::stage(spec, batch, &stager)
+    StagedBatch::stage(spec, batch, &*Stager::kept(device).map_err(lost)?)
 }
 
 /// The micro-batches of one step that this rank computes.
@@ -165,7 +164,7 @@ impl RankMicroBatches<'_> {
         first: &MicroBatchReport,
     ) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
-        let stager = Stager::kept(weights.weights[0].device()).map_err(refused)?;
+        let stager = Stager::kept(weights.weights[0].device()).map_err(lost)?;
         let staged = input(self.batch, micro_batch).stage(config, &stager)?;
         let second = self.once(micro_batch, weights, staged, None)?;
         let outcome = |said: &MicroBatchReport| {
@@ -186,8 +185,7 @@ pub fn micro_batch_alone(
 ) -> Result<MicroBatchSums> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
     let input = input(batch, micro_batch);
-    let stager = Stager::kept(model.device());
-    let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
+    let stager = Stager::kept(model.device()).map_err(lost)?;
     let (config, how) = (model.config(), model.options());
     let (staged, label_count) = (input.stage(config, &stager)?, batch.label_count.max(1));
     let compute = |staged, Weights { weights, biases }: Weights<'_>| {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use contract::{Key, Purpose, draw, shell};
 use tch::Device;
 use tools::explain::{ExplainRequest, Explanation, RunChangeKind, Subject, explain};
+use tools::replay::flags::moved as moved_to;
 use trainer::World;
-use trainer::change;
 use trainer::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
@@ -134,7 +134,7 @@ fn three_poisoned_documents_are_named_first() {
     let (workers, ranks) = (Workers::new(2), ReplayParallelism::default());
     let mut moved = Replayer::open_with(&root, &stores, &world, workers, ranks).unwrap();
     let request = ExplainRequest { step: STEP, window: 8, top: 5, tokens: 2 };
-    let (next, flag) = (explain(&mut moved, request).unwrap().next, change::moved(&stores));
+    let (next, flag) = (explain(&mut moved, request).unwrap().next, moved_to(&stores));
     assert!(flag.ends_with("moved store'"), "{flag}");
     assert!(next.len() == 2 && next.iter().all(|next| next.contains(&flag)), "{next:?}");
     // JSON highlights exactly the same documents.

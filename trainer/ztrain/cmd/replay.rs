@@ -10,6 +10,7 @@ use serde_json::json;
 use store::Location;
 use tools::replay::attribute::{AttributionOptions, attribute};
 use tools::replay::documents::DocumentLoss;
+use tools::replay::flags::words as words_of;
 use tools::replay::texts::{DocumentText, texts};
 use tools::replay::whatif::imagine;
 use tools::replay::{ExplainedReplay, micro_batch, step};
@@ -133,7 +134,7 @@ pub(crate) fn exec(mut args: Args) -> Result<u8> {
 /// The run, opened by this rank.
 fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer> {
     let (grad_reduce, flat) = args.ranks.ways();
-    let (asked, changed) = (steps(args), args.changes.change().words().join(", "));
+    let (asked, changed) = (steps(args), words_of(&args.changes.change()).join(", "));
     let one = args.micro_batch.map_or("all".to_owned(), |number| number.to_string());
     let asked = vec![
         words::steps(asked.start, asked.end.saturating_sub(1)),

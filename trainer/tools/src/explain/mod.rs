@@ -46,10 +46,11 @@ use history::PreviousSteps;
 use removal::RemovalReplay;
 
 use crate::replay::documents::DocumentLoss;
+use crate::replay::flags::{flag, moved};
 use crate::replay::narrow::{self, LocatedDifference};
 use crate::replay::of_step;
 use crate::replay::texts::TextDecoder;
-use trainer::change::{self, flag, rate_at};
+use trainer::change::rate_at;
 use trainer::ledger::StepRecord;
 use trainer::optim::norm;
 use trainer::replay::{ReplayedBatch, Replayer, Verdict, tokens as tokens_of};
@@ -283,7 +284,7 @@ fn next_commands(found: &Explanation, replayer: &Replayer) -> Vec<String> {
         return Vec::new();
     }
     let (run, step) = (shell::path(&replayer.root()), found.step);
-    let moved = change::moved(replayer.stores());
+    let moved = moved(replayer.stores());
     vec![
         format!("ztrain replay --run {run} --step {step}{moved}{drops}"),
         format!("ztrain fork {run} --step {} --out NEW{moved}{drops}", step - 1),

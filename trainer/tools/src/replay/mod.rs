@@ -2,12 +2,14 @@
 //!
 //! - [`documents`] ranks the documents of a step by their loss, [`texts`] shows them as the step read them.
 //! - [`narrow`] finds the part of a step that the run computed wrongly, `hit` the element, `ranks` who computed it.
-//! - [`whatif`] computes steps with a change, [`attribute`] assigns a later loss to documents.
+//! - [`whatif`] computes steps with a change, which [`flags`] describes; [`attribute`] assigns a later loss to
+//!   documents.
 //!
 //! Invariant: as in [`trainer::replay`], nothing is written that a run reads.
 
 pub mod attribute;
 pub mod documents;
+pub mod flags;
 mod hit;
 pub mod narrow;
 mod ranks;
