@@ -2,7 +2,7 @@
 
 use contract::Result;
 use kernels::tree;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::ProcessMesh;
 use super::words::WordReader;
@@ -128,12 +128,7 @@ fn packed(state: &State, fold: &WeightShards) -> Result<Tensor> {
         }
     }
     parts.sort_by_key(|part| std::cmp::Reverse(wide(part)));
-    tree::pack(&parts, place(&state.weights)).map_err(refused)
-}
-
-/// The device of the weights.
-fn place(weights: &[Tensor]) -> Device {
-    weights.first().map_or(Device::Cpu, Tensor::device)
+    tree::pack(&parts, state.device()).map_err(refused)
 }
 
 /// The pieces of `owner` in the order in which they are sent whole: the widest dtypes first, so that all are aligned.
@@ -155,7 +150,7 @@ fn pack(state: &State) -> Result<Tensor> {
     let pieces = order(state, state.owners.rank()).into_iter();
     let parts =
         pieces.map(|piece| piece.of(&weights[piece.tensor]).f_contiguous().map_err(refused));
-    tree::pack(&parts.collect::<Result<Vec<_>>>()?, place(weights)).map_err(refused)
+    tree::pack(&parts.collect::<Result<Vec<_>>>()?, state.device()).map_err(refused)
 }
 
 /// Copies the received new weights of `owner` into this rank's.

@@ -219,6 +219,11 @@ impl State {
         Ok(state)
     }
 
+    /// The device of its tensors.
+    pub fn device(&self) -> Device {
+        self.weights.first().map_or(Device::Cpu, Tensor::device)
+    }
+
     /// A copy that shares no memory with this one.
     pub fn copy(&self) -> Result<State> {
         let State { step, weights, fold, balance, windows, owners, owned, departures: _ } = self;
@@ -264,8 +269,7 @@ impl State {
                 whole.push([piece.of(&self.weights[piece.tensor]), master.shallow_clone()]);
             }
         }
-        let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
-        workers.map(Workers::batched(device, whole), |mut pairs: Vec<_>| {
+        workers.map(Workers::batched(self.device(), whole), |mut pairs: Vec<_>| {
             let _watch = timing::part(timing::StepPart::Round);
             workers.ops().all_rounded(&mut pairs).map_err(refused)
         })?;
@@ -375,8 +379,8 @@ impl State {
         self.place_masters(&changed, masters)
     }
 
-    /// Copies this rank's pieces in f32, `masters`, to the weights that were `changed`: into a weight that the model reads
-    /// whole in f32, else next to it.
+    /// Copies this rank's pieces in f32, `masters`, to the weights that were `changed`: into a weight that the model
+    /// reads whole in f32, else next to it.
     fn place_masters(&mut self, changed: &[bool], masters: Vec<Tensor>) -> kernels::Result<()> {
         let pieces = self.owners.own().zip(&mut self.owned).zip(masters);
         for ((piece, owned), master) in pieces.filter(|((piece, _), _)| changed[piece.tensor]) {
@@ -413,8 +417,7 @@ impl State {
 
     /// Work queued from here on may write this rank's pieces: it runs after a device's copies for a checkpoint.
     fn await_copies(&self) -> Result<()> {
-        let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
-        self.departures.order_after(device).map_err(refused)
+        self.departures.order_after(self.device()).map_err(refused)
     }
 
     /// Updates this rank's pieces by their gradients, given in the order of the pieces; `scales` are those of each
@@ -466,8 +469,7 @@ impl State {
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
         });
-        let device = self.weights.first().map_or(tch::Device::Cpu, Tensor::device);
-        let found = workers.map(Workers::batched(device, items), |items: Vec<_>| {
+        let found = workers.map(Workers::batched(self.device(), items), |items: Vec<_>| {
             let _watch = timing::part(timing::StepPart::StateSums);
             let mut slices = Vec::with_capacity(3 * items.len());
             for (piece, weight, first, second) in &items {
@@ -529,7 +531,7 @@ fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
             parts.push((&spec.parameters[piece.tensor], at + first..at + first + length, into));
         }
     }
-    let cores = match state.weights.first().map_or(Device::Cpu, Tensor::device) {
+    let cores = match state.device() {
         Device::Cpu => workers,
         _ => Workers::available(),
     };

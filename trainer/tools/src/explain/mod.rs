@@ -47,15 +47,16 @@ use removal::RemovalReplay;
 
 use crate::replay::documents::DocumentLoss;
 use crate::replay::flags::{flag, moved};
-use crate::replay::narrow::{self, LocatedDifference};
-use crate::replay::of_step;
+use crate::replay::narrow::LocatedDifference;
 use crate::replay::texts::TextDecoder;
+use crate::replay::{ExplainedReplay, step_from};
 use trainer::change::rate_at;
 use trainer::ledger::StepRecord;
 use trainer::optim::norm;
-use trainer::replay::{ReplayedBatch, Replayer, Verdict, tokens as tokens_of};
+use trainer::replay::{Replayer, Verdict, tokens as tokens_of};
+use trainer::spec::RunSpec;
 use trainer::state::State;
-use trainer::step::Detail;
+use trainer::step::{Detail, ReducedGradient};
 
 /// The step to explain, and how much to compute.
 #[derive(Clone, Copy, Debug)]
@@ -154,34 +155,29 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     let history = replayer.timed("window", history)?;
     let mut after = before.copy()?;
     let mut gradient = Vec::new();
-    let again = replayer.step(&before, &mut after, Detail::Tokens, |reduced| {
+    let look = |reduced: &ReducedGradient| {
         gradient.extend(reduced.own.iter().map(Tensor::shallow_clone));
-    })?;
-    let bits = narrow::narrow(replayer, &again, &before, &after)?;
-    let found = of_step(replayer, &again)?;
-    let ReplayedBatch { replayed, batch, token_losses } = &again;
+    };
+    let again = step_from(replayer, &before, &mut after, Detail::Tokens, look)?;
+    let (ExplainedReplay { replayed, narrowed: bits, documents: found }, batch, losses) = again;
     let (spec, workers) = (replayer.spec(), replayer.workers());
     let squares = squares(&gradient, workers)?;
     let cost = |source: &str| history.cost(source).unwrap_or(replayed.loss);
     let step_gradient = StepGradient { pieces: before.owners.pieces(), own: &gradient };
-    let gradients = gradients(replayer, &before, batch, &found, step_gradient)?;
+    let gradients = gradients(replayer, &before, &batch, &found, step_gradient)?;
     let ranked = documents::rank(found, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
-    let decoder = TextDecoder::of(spec)?;
-    let worst = named
-        .iter()
-        .map(|evidence| tokens::worst(batch, &evidence.document, token_losses, tokens, &decoder));
-    let worst = worst.collect::<Result<Vec<_>>>()?;
+    let worst = worst_tokens(spec, &batch, named, &losses, tokens)?;
     let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
-    let without = RemovalReplay { replayer, before: &before, batch, next: next.as_ref() };
+    let without = RemovalReplay { replayer, before: &before, batch: &batch, next: next.as_ref() };
     let removals = replayer.timed("removals", || removals(without, named))?;
     let next = next.as_ref().filter(|_| replayed.record.is_some());
     let next_loss = || next.map(|next| removal::loss_of(spec, &after, next, workers)).transpose();
     let next_loss = replayer.timed("next step", next_loss)?;
     replayer.passed(next.map_or(0, tokens_of), false);
-    let activities = || layers::activities(spec, &before, batch, workers);
+    let activities = || layers::activities(spec, &before, &batch, workers);
     let activities = replayer.timed("layers", activities)?;
-    replayer.passed(tokens_of(batch), false);
+    replayer.passed(tokens_of(&batch), false);
     let unexplained = unexplained(&ranked, named.len());
     let mut explanation = Explanation {
         step,
@@ -190,9 +186,9 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
         moved: Deviations::default(),
         speed: SpeedEvidence::read(replayer.folder(), step)?,
         verdict: replayed.verdict,
-        advice: replayed.advice.clone(),
+        advice: replayed.advice,
         bits,
-        diverged: replayed.diverged.clone(),
+        diverged: replayed.diverged,
         loss: replayed.loss,
         loss_before: history.median(|record| Some(record.loss)),
         norm: replayed.record.as_ref().map_or_else(|| squares.sqrt(), StepRecord::norm),
@@ -216,6 +212,20 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
     Ok(explanation)
+}
+
+/// The worst `count` tokens of each of these documents.
+fn worst_tokens(
+    spec: &RunSpec,
+    batch: &Batch,
+    named: &[DocumentEvidence],
+    losses: &[f32],
+    count: usize,
+) -> Result<Vec<Vec<WorstToken>>> {
+    let decoder = TextDecoder::of(spec)?;
+    let worst =
+        |one: &DocumentEvidence| tokens::worst(batch, &one.document, losses, count, &decoder);
+    named.iter().map(worst).collect()
 }
 
 /// The gradient of each document, compared with the step's.

@@ -17,6 +17,7 @@ pub mod texts;
 pub mod whatif;
 
 use contract::Result;
+use loader::Batch;
 use serde::Serialize;
 
 use documents::DocumentLoss;
@@ -24,7 +25,7 @@ pub use hit::CorruptedElement;
 use narrow::LocatedDifference;
 use trainer::replay::{Replayed, ReplayedBatch, Replayer};
 use trainer::state::State;
-use trainer::step::Detail;
+use trainer::step::{Detail, ReducedGradient};
 
 /// A replayed step, or micro-batch of a step, and what explains its result.
 #[derive(Clone, Debug, Serialize)]
@@ -42,13 +43,27 @@ pub struct ExplainedReplay {
 /// Computes the step after `state` as the run did, and updates the state.
 pub fn step(replayer: &Replayer, state: &mut State, detail: Detail) -> Result<ExplainedReplay> {
     let before = state.copy()?;
-    let again = replayer.step(&before, state, detail, |_| ())?;
-    let narrowed = narrow::narrow(replayer, &again, &before, state)?;
+    let (found, ..) = step_from(replayer, &before, state, detail, |_| ())?;
+    Ok(found)
+}
+
+/// The same with `state`, a copy of `before`; calls `look` with the gradient before the update. Also returns this
+/// rank's part of the batch, and the loss of each token.
+pub(crate) fn step_from(
+    replayer: &Replayer,
+    before: &State,
+    state: &mut State,
+    detail: Detail,
+    look: impl FnOnce(&ReducedGradient),
+) -> Result<(ExplainedReplay, Batch, Vec<f32>)> {
+    let again = replayer.step(before, state, detail, look)?;
+    let narrowed = narrow::narrow(replayer, &again, before, state)?;
     let documents = match detail {
         Detail::Sums => Vec::new(),
         Detail::Tokens => of_step(replayer, &again)?,
     };
-    Ok(ExplainedReplay { replayed: again.replayed, narrowed, documents })
+    let ReplayedBatch { replayed, batch, token_losses } = again;
+    Ok((ExplainedReplay { replayed, narrowed, documents }, batch, token_losses))
 }
 
 /// Computes one micro-batch of the step after `state`. One rank does it alone, with all weights.
@@ -66,7 +81,7 @@ pub fn micro_batch(
 }
 
 /// The documents of a whole step, which only rank 0 has.
-pub(crate) fn of_step(replayer: &Replayer, again: &ReplayedBatch) -> Result<Vec<DocumentLoss>> {
+fn of_step(replayer: &Replayer, again: &ReplayedBatch) -> Result<Vec<DocumentLoss>> {
     let ReplayedBatch { batch, token_losses, .. } = again;
     let rank = || match (replayer.is_rank_0(), replayer.world().comm.world()) {
         (true, 1) => documents::rank(replayer.spec(), batch, 0..batch.rows, token_losses),

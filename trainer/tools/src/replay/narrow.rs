@@ -38,7 +38,7 @@ pub struct LocatedDifference {
 }
 
 /// Narrows down the difference between the run and its replay from `before` to `after`, if both have a record.
-pub(crate) fn narrow(
+pub(super) fn narrow(
     replayer: &Replayer,
     again: &ReplayedBatch,
     before: &State,

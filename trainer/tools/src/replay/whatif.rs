@@ -144,8 +144,8 @@ fn find_documents(
         .hint("the replay of a step lists the ids of its documents"))
 }
 
-/// Whether `asked` names the document `id` of a source, by its name or that of the source that has it as a bucket: `ID`,
-/// or `SOURCE:ID` where several sources have that id.
+/// Whether `asked` names the document `id` of a source, by its name or that of the source that has it as a bucket:
+/// `ID`, or `SOURCE:ID` where several sources have that id.
 fn drops(asked: &str, names: [&str; 2], id: &str) -> bool {
     let of = |source| asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
     asked == id || names.map(of).contains(&Some(id))
