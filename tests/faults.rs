@@ -81,8 +81,8 @@ fn without_memory_a_store_is_built_or_the_lack_is_said() {
     zdata(&["verify", arg(&store)]).ok();
 }
 
-/// The stack of a main thread grows while there is memory for it; without, a signal ends the process. So both programs let
-/// it grow when they start, to the 2 MiB that every command has here; the rest is the environment's.
+/// The stack of a main thread grows while there is memory for it; without, a signal ends the process. So both programs
+/// let it grow when they start, to the 2 MiB that every command has here; the rest is the environment's.
 #[test]
 fn no_command_needs_more_stack_than_was_reserved() {
     let scratch = Scratch::new();

@@ -5,10 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use contract::{Fault, Result, shell, words};
+use contract::{Fault, Result, words};
 use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange, ScheduleKind};
 use mixer::Curriculum;
-use store::Location;
 
 use crate::spec::RunSpec;
 
@@ -33,23 +32,6 @@ pub struct WhatIfChange {
 pub type DocumentsBySource = BTreeMap<String, BTreeSet<u64>>;
 
 impl WhatIfChange {
-    /// Whether `asked` names the document `id` of a source, by its name or that of the source that has it as a bucket:
-    /// `ID`, or `SOURCE:ID` where several sources have that id.
-    pub(crate) fn drops(asked: &str, names: [&str; 2], id: &str) -> bool {
-        let of = |source| asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
-        asked == id || names.map(of).contains(&Some(id))
-    }
-
-    /// Refuses an argument that names documents of several sources; `found` maps each argument to the sources that have
-    /// it.
-    pub(crate) fn refuse_ambiguous(found: &BTreeMap<&str, BTreeSet<&str>>) -> Result<()> {
-        let Some((asked, sources)) = found.iter().find(|(_, sources)| sources.len() > 1) else {
-            return Ok(());
-        };
-        let sources: Vec<_> = sources.iter().copied().collect();
-        Err(Fault::of_several_sources("--drop-doc", asked, &sources))
-    }
-
     /// Whether anything is changed.
     pub fn is_some(&self) -> bool {
         *self != WhatIfChange::default()
@@ -138,38 +120,6 @@ impl WhatIfChange {
         }
         Ok(NumbersChange { optimizer, schedule, dtype, ..NumbersChange::default() })
     }
-
-    /// The change for people: one phrase for each part.
-    pub fn words(&self) -> Vec<String> {
-        let WhatIfChange { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
-        let documents = drop_documents.iter().map(|id| format!("without document {id:?}"));
-        let sources = drop_sources
-            .iter()
-            .map(|source| format!("without source {source:?}, whose place the others take"));
-        let numbers = [
-            lr.map(|lr| {
-                format!("with learning rate {lr:e} in the first step, and in proportion later where that can be")
-            }),
-            clip.map(|clip| format!("with gradients clipped at {clip:e}")),
-            fp32.then(|| "computed in f32".to_owned()),
-            skip.then(|| "with a first step that moves nothing".to_owned()),
-        ];
-        documents.chain(sources).chain(numbers.into_iter().flatten()).collect()
-    }
-
-    /// The change as flags of `ztrain replay` and `ztrain fork`, for a shell.
-    pub fn flags(&self) -> String {
-        let WhatIfChange { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
-        let documents = drop_documents.iter().map(|id| flag("--drop-doc", id));
-        let sources = drop_sources.iter().map(|name| flag("--drop-source", name));
-        let numbers = [
-            lr.map(|lr| format!(" --lr {lr:e}")),
-            clip.map(|clip| format!(" --clip {clip:e}")),
-            fp32.then(|| " --fp32".to_owned()),
-            skip.then(|| " --optimizer-skip".to_owned()),
-        ];
-        documents.chain(sources).chain(numbers.into_iter().flatten()).collect()
-    }
 }
 
 /// The error for a number that the step has in any case.
@@ -226,58 +176,5 @@ fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64, held: bool) 
             phase.schedule = None;
         }
         first += phase.steps;
-    }
-}
-
-/// A flag with its value, quoted for a shell and with a blank before it; a value that begins with `-` is joined by `=`.
-pub fn flag(name: &str, value: &str) -> String {
-    let between = if value.starts_with('-') { '=' } else { ' ' };
-    format!(" {name}{between}{}", shell::word(value))
-}
-
-/// The flags that say where a run's stores are now, for a shell; empty if they did not move.
-pub fn moved(stores: &[Location]) -> String {
-    stores.iter().map(|store| flag("--store", &store.to_string())).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use std::process::Command;
-
-    use contract::terminal;
-    use proptest::prelude::*;
-
-    use super::*;
-
-    /// Text with characters that are special for shells and terminals.
-    fn word() -> impl Strategy<Value = String> {
-        let minded = prop::sample::select(vec![
-            '\'', '"', '\\', '$', '`', '!', '-', ' ', '\n', '\t', '\u{1b}', '\u{7}', '\u{9b}',
-            '\u{202e}', '7', '\u{e9}',
-        ]);
-        prop::collection::vec(
-            prop_oneof![minded, any::<char>().prop_filter("an argument has none", |c| *c != '\0')],
-            0..12,
-        )
-        .prop_map(|chars| chars.into_iter().collect())
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(48))]
-        /// Users paste these commands into bash: quoted text must come back unchanged and run nothing.
-        #[test]
-        fn a_shell_gives_back_what_a_terminal_may_show(words in prop::collection::vec(word(), 1..8)) {
-            let line: String = words.iter().map(|word| flag("--drop-doc", word)).collect();
-            prop_assert_eq!(terminal::name(&line), line.as_str());
-            let printed = Command::new("bash").args(["-c", &format!("printf '%s\\0'{line}")]).output().unwrap();
-            let printed = String::from_utf8(printed.stdout).unwrap();
-            let mut arguments = printed.strip_suffix('\0').unwrap().split('\0');
-            for word in &words {
-                let first = arguments.next().unwrap();
-                let value = first.strip_prefix("--drop-doc=").or_else(|| arguments.next());
-                prop_assert_eq!(value, Some(word.as_str()));
-            }
-            prop_assert_eq!(arguments.next(), None);
-        }
     }
 }

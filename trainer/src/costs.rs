@@ -1,20 +1,19 @@
-//! What a micro-batch costs, from the configuration alone: operations, bytes that it holds, bytes between ranks.
+//! What a micro-batch costs, from the configuration alone: operations, and bytes that it holds.
 //!
 //! The model has no such numbers: its formulas are all here and in `matmuls`. Tests hold them against what runs:
-//! operations against recorded matmuls (`counted`), bytes against libtorch's allocator (`tests/memory.rs`), transfers
-//! against counted ones (`plan/sent`).
+//! operations against recorded matmuls (`counted`), bytes against libtorch's allocator (`tests/memory.rs`). What ranks
+//! send each other is in `tools::plan`.
 
 #[cfg(test)]
 mod counted;
 pub mod matmuls;
 
 use curriculum::Dtype;
-use kernels::ops::AttentionSpan;
 
 use self::matmuls::{MatmulCount, MicroBatchShape};
 use crate::model::{
-    ActivationCheckpointing, Assignment, Attention, ChunkGrid, Cut, FeedForward, LogitsDtype,
-    MicroBatchOptions, ParamSpec, RouterKind, SharedRows, ZayaConfig,
+    ActivationCheckpointing, Attention, Cut, FeedForward, LogitsDtype, MicroBatchOptions,
+    RouterKind, ZayaConfig,
 };
 
 /// Model FLOPs of forward and backward over `tokens`, which layer by layer are sent to experts `routed` times, with
@@ -225,74 +224,14 @@ pub(crate) fn activation_bytes(
 }
 
 /// Bytes of one layer's keys and values of all chunks of a shared micro-batch, and of their gradients in f32.
-pub fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
+pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
     2 * (narrow(dtype) + 4) * config.key_size() as u64 * tokens
-}
-
-/// Bytes that the ranks of a line send each other for a layer's attention, forward and backward.
-fn attention_sent(config: &ZayaConfig, kind: Attention, narrow: u64, rows: SharedRows) -> [u64; 2] {
-    let SharedRows { beside, earlier, sums, states } = rows;
-    let Sizes { key, conv, .. } = Sizes::of(config);
-    let both = 2 * key;
-    match kind {
-        // Projected queries and keys and both halves of values; keys and values. Gradients at both taps and of values;
-        // keys and values again; their gradients, f32.
-        Attention::Cca => [
-            narrow * (beside * (conv + key) + earlier * both),
-            narrow * (beside * (2 * conv + key) + earlier * both) + 4 * sums * both,
-        ],
-        // Keys and values; both again, and their gradients, f32.
-        Attention::Gqa => [narrow * earlier * both, narrow * earlier * both + 4 * sums * both],
-        // A state for each chunk and sequence, whatever their length.
-        Attention::Linear => [4 * states * key * (config.head_dim + 1) as u64; 2],
-    }
-}
-
-/// Bytes that `degree` ranks send each other in all for a shared micro-batch of `rows` sequences of `seq_len` tokens,
-/// each one document: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
-pub fn shared_bytes(
-    config: &ZayaConfig,
-    rows: u64,
-    seq_len: u64,
-    degree: u64,
-    options: MicroBatchOptions,
-    dtype: Dtype,
-) -> u64 {
-    let (chunks, length) = (options.cut.chunks, seq_len as i64);
-    let dealt = Assignment { chunks, degree, place: 0 };
-    let grid = ChunkGrid { length, width: length / chunks as i64, rows: rows as i64 };
-    let documents: Vec<AttentionSpan> =
-        (0..rows as i64).map(|row| AttentionSpan::whole(row * length, length)).collect();
-    let sent = grid.shared(dealt, &documents);
-    let layers = config.kinds().map(|(kind, _)| {
-        let [forward, back] = attention_sent(config, kind, narrow(dtype), sent);
-        match options.keep {
-            ActivationCheckpointing::Everything => forward + back,
-            // Recomputation gathers them again.
-            ActivationCheckpointing::LayerInputs => 2 * forward + back,
-        }
-    });
-    layers.sum::<u64>() + 4 * rows * seq_len * (degree - 1)
-}
-
-/// Bytes of weight shards that `degree` ranks send each other in all for a micro-batch: each shard once for the forward
-/// pass, once for the backward pass, and once more for recomputation.
-pub fn folded_bytes(
-    parameters: &[ParamSpec],
-    degree: u64,
-    keep: ActivationCheckpointing,
-    dtype: Dtype,
-) -> u64 {
-    let passes = if keep == ActivationCheckpointing::LayerInputs { 3 } else { 2 };
-    let cut = parameters.iter().filter(|one| one.sharding.is_some());
-    let bytes = cut.map(|one| one.kind(dtype).elt_size_in_bytes() as u64 * one.elements());
-    (degree - 1) * passes * bytes.sum::<u64>()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::parameters;
+    use crate::model::{ParamSpec, parameters};
 
     /// Six operations for each token and active weight, plus attention: the rule of thumb, for matrices only.
     #[test]

@@ -11,8 +11,6 @@ use serde_json::{Value, json};
 use store::disk::AppendFile;
 use store::regular;
 
-use crate::mesh::{Degrees, GradReduce};
-
 /// The events of a run, for appending.
 pub struct Events {
     log: AppendFile,
@@ -47,7 +45,7 @@ impl Events {
 }
 
 /// The events at `path`, in order, without lines that cannot be parsed. `None` if there is no file.
-fn each(path: &Path) -> Option<impl Iterator<Item = Value>> {
+pub fn each(path: &Path) -> Option<impl Iterator<Item = Value>> {
     let lines =
         BufReader::new(regular::open(path).ok()?).split(b'\n').map_while(std::result::Result::ok);
     Some(lines.filter_map(|line| serde_json::from_slice(&line).ok()))
@@ -89,46 +87,6 @@ pub(crate) fn pace(path: &Path) -> Option<f64> {
     seconds.get(seconds.len() / 2).copied()
 }
 
-/// The ranks that trained a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ranks {
-    /// How many there were.
-    pub(crate) world: u32,
-    /// How many could share a micro-batch.
-    pub(crate) degrees: Degrees,
-    /// How they distributed micro-batches.
-    pub(crate) grad_reduce: GradReduce,
-}
-
-/// The ranks that recorded `step`, by the events at `path`; `None` if these do not say. A later recomputation does not
-/// count.
-pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
-    let mut now = None;
-    let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
-    for event in each(path)? {
-        match event["event"].as_str() {
-            Some("start") => {
-                now = Some(Ranks {
-                    world: 1,
-                    degrees: Degrees::ALONE,
-                    grad_reduce: GradReduce::default(),
-                });
-            }
-            Some("ranks") => {
-                let bucketed = event["grad_reduce"] == GradReduce::Bucketed.name();
-                let grad_reduce = if bucketed { GradReduce::Bucketed } else { GradReduce::Whole };
-                // Older files, from before ranks could share micro-batches, have no such fields.
-                let [cp, tsp] = ["cp", "tsp"].map(|axis| number(&event[axis]).unwrap_or(1));
-                let degrees = Degrees { cp, tsp };
-                now = number(&event["world"]).map(|world| Ranks { world, degrees, grad_reduce });
-            }
-            Some("step") if event["step"] == step && event["again"] != true => return now,
-            _ => (),
-        }
-    }
-    None
-}
-
 /// The checkpoints by the events at `path`, without those after a step from which the run was restarted.
 pub(crate) fn checkpoints(path: &Path) -> BTreeSet<u64> {
     let mut known = BTreeSet::new();
@@ -168,29 +126,6 @@ pub(crate) fn now() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_step_is_known_by_the_ranks_that_recorded_it() {
-        let folder = tempfile::TempDir::new().unwrap();
-        let path = folder.path().join("events.jsonl");
-        let mut events = Events::open(&path).unwrap();
-        let step = |step: u64, again: bool| json!({"step": step, "again": again});
-        events.write("start", json!({})).unwrap();
-        events.write("step", step(1, false)).unwrap();
-        events.write("start", json!({})).unwrap();
-        events.write("ranks", json!({"world": 3, "grad_reduce": "bucketed"})).unwrap();
-        events.write("step", step(1, true)).unwrap();
-        events.write("step", step(2, false)).unwrap();
-        events.write("ranks", json!({"world": 4, "cp": 2, "grad_reduce": "whole"})).unwrap();
-        events.write("step", step(3, false)).unwrap();
-        let ranks = |world, cp, grad_reduce| {
-            Some(Ranks { world, degrees: Degrees { cp, tsp: 1 }, grad_reduce })
-        };
-        assert_eq!(ranks_at(&path, 1), ranks(1, 1, GradReduce::Whole));
-        assert_eq!(ranks_at(&path, 2), ranks(3, 1, GradReduce::Bucketed));
-        assert_eq!(ranks_at(&path, 3), ranks(4, 2, GradReduce::Whole));
-        assert_eq!(ranks_at(&path, 4), None);
-    }
 
     #[test]
     fn checkpoints_are_known_since_the_run_last_began() {

@@ -262,11 +262,7 @@ impl RunFolder {
     /// Records the place of the checkpoints and, separated by spaces, the keys of which it holds one.
     fn know(&self, place: &Location, words: &str) -> Result<()> {
         let text = [&storage::written(place), format!("\n{words}\n").as_bytes()].concat();
-        let path = self.root.join(ELSEWHERE);
-        if fs::read(&path).is_ok_and(|before| before == text) {
-            return Ok(());
-        }
-        disk::write_atomic(&path, &text).map(drop)
+        write_atomic(&self.root.join(ELSEWHERE), &text)
     }
 
     fn gone(&self, place: &Location) -> Fault {
@@ -433,7 +429,7 @@ impl RunFolder {
             resolved.init_from = Some(text_of(&path)?);
             start.keep(&self.root)?;
         }
-        write_atomic(&self.curriculum(), &resolved.canonical())
+        write_atomic(&self.curriculum(), resolved.canonical().as_bytes())
     }
 }
 
@@ -489,11 +485,11 @@ fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<Curri
 }
 
 /// Writes a file atomically, unless it has this content already.
-fn write_atomic(path: &Path, text: &str) -> Result<()> {
-    if fs::read_to_string(path).is_ok_and(|before| before == text) {
+fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
+    if fs::read(path).is_ok_and(|before| before == bytes) {
         return Ok(());
     }
-    disk::write_atomic(path, text.as_bytes()).map(drop)
+    disk::write_atomic(path, bytes).map(drop)
 }
 
 /// Line 0 of the ledger of `spec` on this machine.

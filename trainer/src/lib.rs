@@ -5,7 +5,8 @@
 //!   the [`state`]; on one rank or on many, with the same bits.
 //! - [`audit`] decides which micro-batches are computed twice.
 //! - [`launch`] starts ranks and finds their places, [`mesh`] distributes the work over them.
-//! - [`replay`] recomputes past steps. [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains.
+//! - [`replay`] recomputes past steps. [`change`] is a counterfactual, which `tools::replay` simulates and [`fork`]
+//!   trains.
 //! - [`costs`] has the operations and bytes of a micro-batch, [`memory`] the bytes of each rank.
 //! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
 //! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
@@ -39,7 +40,7 @@ pub mod model;
 pub mod optim;
 mod passes;
 pub mod progress;
-mod reaction;
+pub mod reaction;
 pub mod refusal;
 pub mod replay;
 pub mod run;
@@ -49,7 +50,7 @@ pub mod state;
 pub mod step;
 pub mod timing;
 pub mod validate;
-mod waiting;
+pub mod waiting;
 pub mod workers;
 
 pub use exec::ExecOptions;

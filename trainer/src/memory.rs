@@ -316,8 +316,8 @@ fn updating(always: MemoryUse, holder: &RankMemoryUse<'_>) -> MemoryUse {
     MemoryUse { sums: 4 * holder.length() + scratch, ..always }
 }
 
-/// While new weights are exchanged each rank has its own packed, and receives those of all others. Meanwhile it updates the
-/// pieces of its last message, whose gradients are left.
+/// While new weights are exchanged each rank has its own packed, and receives those of all others. Meanwhile it updates
+/// the pieces of its last message, whose gradients are left.
 fn sharing(
     spec: &RunSpec,
     dtype: Dtype,
@@ -381,8 +381,8 @@ pub fn refuse(
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
-    let partners = Partners::new(names);
     let MachineDemand { degrees, flat, grad_reduce, workers, replicate, limit, .. } = demand;
+    let replicas = if replicate { Partners::new(names).held(&pieces) } else { Vec::new() };
     for (name, first, _) in spec.segments() {
         let (mut all, mut held) = (0u64, MemoryUse::default());
         let on_device = device != Device::Cpu;
@@ -395,7 +395,7 @@ pub fn refuse(
         }
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank);
-            let replicated = if replicate { partners.held(&pieces, rank) } else { 0 };
+            let replicated = replicas.get(rank as usize).copied().unwrap_or(0);
             let parts = [found.sum(), replicated, demand.copied(&pieces, rank)];
             all = parts.into_iter().fold(all, u64::saturating_add);
             held = if rank == me { found } else { held };

@@ -19,7 +19,7 @@ use crate::refusal::lost;
 use crate::spec::RunSpec;
 
 /// A specification that losses extend.
-pub(crate) struct ReactingSpec {
+pub struct ReactingSpec {
     spec: Arc<RunSpec>,
     /// The losses so far; `None` if no mix reacts.
     losses: Option<WindowLosses>,

@@ -2,20 +2,22 @@
 //!
 //! The clock only decides when to print.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use contract::note;
 
+use crate::events;
 use crate::shown::clock;
 
 /// Shorter work prints nothing.
-pub(crate) const SILENCE: Duration = Duration::from_secs(2);
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// The time between two lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Counts what is done, and prints it to standard error.
-pub(crate) struct WaitCounter {
+pub struct WaitCounter {
     what: String,
     total: u64,
     done: u64,
@@ -26,13 +28,13 @@ pub(crate) struct WaitCounter {
 
 impl WaitCounter {
     /// For `total` items, which `what` names.
-    pub(crate) fn new(what: impl Into<String>, total: u64) -> Self {
+    pub fn new(what: impl Into<String>, total: u64) -> Self {
         let begun = Instant::now();
         WaitCounter { what: what.into(), total, done: 0, begun, next: begun + SILENCE }
     }
 
     /// Counts one more, and prints if it is time.
-    pub(crate) fn one(&mut self) {
+    pub fn one(&mut self) {
         self.done += 1;
         let now = Instant::now();
         if now < self.next || self.done >= self.total {
@@ -42,6 +44,14 @@ impl WaitCounter {
         let left = left(now - self.begun, self.done, self.total);
         note!("{}: {} of {} | {} left", self.what, self.done, self.total, clock(left));
     }
+}
+
+/// How long `steps` steps take at the recent pace of the run with the events at `path`; `None` if that is not worth a
+/// word.
+pub(crate) fn expected(path: &Path, steps: u64) -> Option<String> {
+    let seconds = events::pace(path)? * steps as f64;
+    let time = Duration::from_secs_f64(seconds.clamp(0.0, 1e9));
+    (time >= SILENCE).then(|| clock(time))
 }
 
 /// The remaining time if `done` of `total` took this long.

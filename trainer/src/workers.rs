@@ -15,7 +15,7 @@ use kernels::{ops, runtime};
 
 use crate::audit::AuditFraction;
 use crate::model::{ActivationCheckpointing, MicroBatchOptions};
-use crate::refusal::{self, caught};
+use crate::refusal::{self, caught, lost};
 
 /// A number of workers, at least one, and how each computes a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,7 +125,7 @@ impl Workers {
         let shared = Mutex::new(Shared { begin: 0, take: 0, waiting, taking: false, failure });
         let (moved, take) = (Condvar::new(), Mutex::new(take));
         let worker = || {
-            runtime::enter_thread().map_err(machine)?;
+            runtime::enter_thread().map_err(lost)?;
             while let Some(item) = begin_next(&shared, &moved, items, ahead) {
                 let result = caught(|| work(item));
                 deliver(&shared, &moved, &take, item, result);
@@ -196,11 +196,6 @@ impl Workers {
             joined.into_iter().collect()
         })
     }
-}
-
-/// Errors of libtorch are environment faults.
-fn machine(error: kernels::Error) -> Fault {
-    Fault::machine(error.to_string())
 }
 
 /// Returns the next item for a worker, once it is close enough to the next one to consume.

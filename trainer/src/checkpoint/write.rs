@@ -8,7 +8,7 @@ use kernels::device::{HostCopier, HostCopies};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use store::FileRecord;
-use tch::{Device, Kind, Tensor};
+use tch::Kind;
 
 use super::format::{self, BlobRecord, TensorSet};
 use super::medium::Medium;
@@ -38,8 +38,8 @@ pub struct Snapshot {
 impl Snapshot {
     /// Copies what this rank owns of `state`, and waits for the copy.
     pub fn of(state: &State) -> Result<Self> {
-        let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
-        let snapshot = Snapshot::beside(state, &*HostCopier::kept(device).map_err(refused)?)?;
+        let copier = HostCopier::kept(state.device()).map_err(refused)?;
+        let snapshot = Snapshot::beside(state, &copier)?;
         snapshot.arrive()?;
         Ok(snapshot)
     }

@@ -113,16 +113,6 @@ pub fn of_attention(config: &ZayaConfig, tokens: u64, pairs: u64) -> f64 {
     config.kinds().map(|(kind, _)| layer(kind)).sum()
 }
 
-/// Operations of the five Newton-Schulz iterations on a matrix, as the CPU table computes them: half of each symmetric
-/// matmul, and only the short side where the matrix is oblong.
-pub fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
-    let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
-    match long >= 2.0 * short {
-        true => 3.0 * short * short * long + 17.0 * short.powi(3),
-        false => 15.0 * short * short * long + 5.0 * short.powi(3),
-    }
-}
-
 /// Merges equal matmuls into one entry.
 fn merged(mut all: Vec<MatmulCount>) -> Vec<MatmulCount> {
     let key = |it: &MatmulCount| (it.part as usize, it.shape, it.wide);

@@ -48,23 +48,29 @@ pub enum Cause {
     Bug,
 }
 
-/// All causes, with their names in the file.
-pub(crate) const CAUSES: [(Cause, &str); 9] = [
-    (Cause::Crash, "crash"),
-    (Cause::Hang, "hang"),
-    (Cause::Straggler, "straggler"),
-    (Cause::Diverged, "diverged"),
-    (Cause::Mismatch, "mismatch"),
-    (Cause::Audit, "audit"),
-    (Cause::Disk, "disk"),
-    (Cause::Launcher, "launcher"),
-    (Cause::Bug, "bug"),
+/// All causes.
+pub(crate) const CAUSES: [Cause; 9] = [
+    Cause::Crash,
+    Cause::Hang,
+    Cause::Straggler,
+    Cause::Diverged,
+    Cause::Mismatch,
+    Cause::Audit,
+    Cause::Disk,
+    Cause::Launcher,
+    Cause::Bug,
 ];
+
+/// The name of a cause or an action, in the file and in events.
+fn name_of(one: &impl Serialize) -> String {
+    let name = serde_json::to_value(one).unwrap_or_default();
+    name.as_str().unwrap_or_default().to_owned()
+}
 
 impl Cause {
     /// Its name.
-    pub fn name(self) -> &'static str {
-        CAUSES.iter().find(|(cause, _)| *cause == self).map_or("?", |(_, name)| name)
+    pub fn name(self) -> String {
+        name_of(&self)
     }
 
     /// The cause for a process that ended with `fault`; `None` for one that would recur in any case.
@@ -112,16 +118,8 @@ pub enum Action {
 
 impl Action {
     /// Its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Action::Note => "note",
-            Action::Restart => "restart",
-            Action::Evict => "evict",
-            Action::Retry => "retry",
-            Action::Wait => "wait",
-            Action::Requeue => "requeue",
-            Action::Stop => "stop",
-        }
+    pub fn name(self) -> String {
+        name_of(&self)
     }
 
     /// Whether it concerns a single rank while the others continue.
@@ -267,7 +265,8 @@ impl FaultRules {
         if !(above(times) && times > 1.0 && score >= 0.0 && (1..=1000).contains(&steps)) {
             return Err(wrong("slow", "times above 1, a score from 0, steps from 1 to 1,000"));
         }
-        for (cause, name) in CAUSES {
+        for cause in CAUSES {
+            let name = &cause.name();
             for rule in rules.about(cause) {
                 let of_rank = [Cause::Crash, Cause::Hang, Cause::Straggler, Cause::Audit];
                 let alone = matches!(rule.action, Action::Restart | Action::Evict);
@@ -312,7 +311,7 @@ impl FaultRules {
 
     /// Whether any rule concerns single ranks, for which the others must be able to continue.
     pub fn touch_ranks(&self) -> bool {
-        let mut all = CAUSES.iter().flat_map(|(cause, _)| self.about(*cause));
+        let mut all = CAUSES.iter().flat_map(|cause| self.about(*cause));
         all.any(|rule| matches!(rule.action, Action::Restart | Action::Evict))
     }
 }

@@ -141,8 +141,7 @@ impl Ledger {
         let source = LedgerFile::new(opened.map_err(|error| Fault::io("create", path, &error))?);
         let head_line = source.append(LedgerLine::default(), &to_json(&head)?)?;
         let (tail, curriculum) = (LineRange::after(0, head_line), head.curriculum.clone());
-        let in_force =
-            CurriculumLine { before: LedgerLine::default(), text: text_digest(&curriculum) };
+        let in_force = LedgerMark::begin(head_line, text_digest(&curriculum)).in_force;
         let (index, looked_up) = (Index::open(path, true), Mutex::new(None));
         let ledger =
             Ledger { source, head, head_line, tail, curriculum, in_force, index, looked_up };
@@ -153,9 +152,7 @@ impl Ledger {
     fn of(log: AppendFile, aim: Purpose) -> Result<Option<Ledger>> {
         let source = LedgerFile::new(log);
         let Some((head, head_line)) = source.head()? else { return Ok(None) };
-        let text = text_digest(&head.curriculum);
-        let in_force = CurriculumLine { before: LedgerLine::default(), text };
-        let mut from = LedgerMark { step: 0, line: head_line, head: head_line.chain, in_force };
+        let mut from = LedgerMark::begin(head_line, text_digest(&head.curriculum));
         let mut index = Index::open(source.path(), aim == Purpose::Appending);
         if aim == Purpose::Checking {
             index.cut(0)?;
@@ -209,14 +206,9 @@ impl Ledger {
 
     /// The curriculum in force at `step`; for 0, that of line 0.
     pub fn curriculum_at(&self, step: u64) -> Result<String> {
-        let text = text_digest(&self.head.curriculum);
-        let in_force = CurriculumLine { before: LedgerLine::default(), text };
-        let (line, head) = (self.head_line, self.head_line.chain);
-        let begin = LedgerMark { step: 0, line, head, in_force };
-        let fits =
-            |mark: &LedgerMark| self.source.fits(mark, &begin) && self.source.holds(mark, &begin);
-        let mut marks = (1..=step / SPACING).rev();
-        let from = marks.find_map(|number| self.index.mark(number).filter(fits)).unwrap_or(begin);
+        let source = &self.source;
+        let from = self
+            .mark_until(step, |mark, begin| source.fits(mark, begin) && source.holds(mark, begin));
         let found = self.source.curriculum(&from.in_force)?;
         let mut curriculum = found.unwrap_or_else(|| self.head.curriculum.clone());
         let mut lines = LineRange::after(from.step, from.line);
@@ -225,6 +217,14 @@ impl Ledger {
             Ok(())
         })?;
         Ok(curriculum)
+    }
+
+    /// The newest mark up to `step` that `fits`, compared with the one before the first step; else that one.
+    fn mark_until(&self, step: u64, fits: impl Fn(&LedgerMark, &LedgerMark) -> bool) -> LedgerMark {
+        let begin = LedgerMark::begin(self.head_line, text_digest(&self.head.curriculum));
+        let fits = |mark: &LedgerMark| fits(mark, &begin);
+        let mut marks = (1..=step / SPACING).rev();
+        marks.find_map(|number| self.index.mark(number).filter(fits)).unwrap_or(begin)
     }
 
     /// The last recorded step; 0 if there is none.
@@ -250,16 +250,8 @@ impl Ledger {
             return Ok(line);
         }
         // Opened again: a run that continues may cut the index.
-        let begin = LedgerMark {
-            step: 0,
-            line: self.head_line,
-            head: self.head_line.chain,
-            in_force: self.in_force,
-        };
-        let mut marks = (1..=step.saturating_sub(1) / SPACING).rev();
-        let fits = |mark: &LedgerMark| self.source.fits(mark, &begin);
-        let from = marks.find_map(|number| self.index.mark(number).filter(fits));
-        let from = from.unwrap_or(begin);
+        let from =
+            self.mark_until(step.saturating_sub(1), |mark, begin| self.source.fits(mark, begin));
         let mut lines = LineRange::after(from.step, from.line);
         let most = (step.div_ceil(SPACING) * SPACING).min(self.tail.first - 1) - from.step;
         self.source.scan(&mut lines, most, |_, _, _, _| Ok(()))?;

@@ -49,6 +49,12 @@ pub(super) struct LedgerMark {
 }
 
 impl LedgerMark {
+    /// The state before the first step, after the line `head` whose curriculum has the digest `text`.
+    pub(super) fn begin(head: LedgerLine, text: Digest) -> LedgerMark {
+        let in_force = CurriculumLine { before: LedgerLine::default(), text };
+        LedgerMark { step: 0, line: head, head: head.chain, in_force }
+    }
+
     fn text(&self) -> String {
         let LedgerMark { step, line, head, in_force } = self;
         let CurriculumLine { before, text } = in_force;

@@ -15,8 +15,6 @@
 //! gradients never wait for each other. A rank on a line of several computes one micro-batch at a time, so that the
 //! exchanges of its line have one order.
 
-use contract::{Fault, Result};
-
 use crate::model::Cut;
 
 /// How many ranks may share a micro-batch: upper limits, whatever the phase.
@@ -64,17 +62,6 @@ pub enum Axis {
 }
 
 impl Mesh {
-    /// A mesh of `world` ranks of which `cp` times `tsp` share each micro-batch.
-    pub fn new(world: u32, cp: u32, tsp: u32) -> Result<Mesh> {
-        let together = u64::from(cp) * u64::from(tsp);
-        if together == 0 || world == 0 || !u64::from(world).is_multiple_of(together) {
-            return Err(Fault::usage("the axes of the mesh do not make up its ranks")
-                .found(format!("{cp} x {tsp} of {world}"))
-                .wanted("cp times tsp divides the number of ranks"));
-        }
-        Ok(Mesh { dp: world / (cp * tsp), cp, tsp })
-    }
-
     /// The mesh of `world` ranks for micro-batches cut by `cut`, within `limits`. `tsp` is the largest degree that
     /// divides the shards, the chunks and the ranks; `cp` is the largest that divides the chunks and ranks that remain.
     /// Where twice as many ranks divide the chunks, all ranks have the same number of pairs of a query and a key.
@@ -91,12 +78,6 @@ impl Mesh {
     /// Ranks that share a micro-batch.
     pub fn together(self) -> u32 {
         self.cp * self.tsp
-    }
-
-    /// Whether each group of `group` neighbours shares a machine, with `ranks_per_node` ranks on each machine.
-    pub fn within_machines(self, group: u32, ranks_per_node: u32) -> bool {
-        let first = |rank: u32| rank / group * group;
-        (0..self.world()).all(|rank| first(rank) / ranks_per_node == rank / ranks_per_node)
     }
 
     /// All ranks.
@@ -141,19 +122,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn lines_are_within_machines_where_none_crosses(dp in 1u32..6, cp in 1u32..5, tsp in 1u32..5, node in 1u32..9) {
-            let mesh = Mesh::new(dp * cp * tsp, cp, tsp).unwrap();
-            for (axis, group) in [(Axis::Tsp, tsp), (Axis::Sharing, cp * tsp)] {
-                let apart = |line: Vec<u32>| line.iter().any(|rank| rank / node != line[0] / node);
-                let crosses = (0..mesh.world()).any(|rank| apart(mesh.line(axis, rank)));
-                prop_assert_eq!(mesh.within_machines(group, node), !crosses);
-            }
-        }
-
-        #[test]
         fn lines_cover_the_mesh_and_cross_in_one_rank(dp in 1u32..6, cp in 1u32..5, tsp in 1u32..5) {
-            let mesh = Mesh::new(dp * cp * tsp, cp, tsp).unwrap();
-            prop_assert_eq!(mesh, Mesh { dp, cp, tsp });
+            let mesh = Mesh { dp, cp, tsp };
             for rank in 0..mesh.world() {
                 let lines = [Axis::Dp, Axis::Cp, Axis::Tsp].map(|axis| mesh.line(axis, rank));
                 prop_assert_eq!(lines.each_ref().map(Vec::len), [dp, cp, tsp].map(|d| d as usize));
@@ -192,12 +162,6 @@ mod tests {
                 let places = [Axis::Cp, Axis::Tsp].map(|axis| mesh.place(axis, rank));
                 prop_assert_eq!(mesh.place(Axis::Sharing, rank), places[0] * tsp + places[1]);
             }
-        }
-
-        #[test]
-        fn ranks_that_do_not_divide_are_refused(world in 0u32..40, cp in 0u32..9, tsp in 0u32..9) {
-            let divides = cp * tsp > 0 && world > 0 && world % (cp * tsp) == 0;
-            prop_assert_eq!(Mesh::new(world, cp, tsp).is_ok(), divides);
         }
     }
 }

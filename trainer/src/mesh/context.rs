@@ -9,7 +9,7 @@
 //! A rank begins one exchange along the line in a step and closes it at the end, so that all ranks of a line count the
 //! same exchanges. Transfers in it follow the order of the computation, which is the same on all of them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -19,7 +19,7 @@ use kernels::addend::Addend;
 use kernels::checksum;
 use kernels::group::{self, Arrival, Exchange};
 use kernels::ops::UsedExperts;
-use kernels::tree::{Counter, Sum as _, blocks};
+use kernels::tree::{Counter, blocks};
 use tch::{Kind, Tensor};
 
 use super::axes::Axis;
@@ -27,8 +27,8 @@ use super::slices::Slices;
 use super::sum;
 use super::team::PhaseMesh;
 use crate::model::{
-    Assignment, AxisComm, ChunkSum, ExpertNumbers, GradientSink, GradientTerm, ParamId, ParamSpec,
-    PendingReceive, Role, ShardedWeights,
+    Assignment, AxisComm, ChunkSum, ExpertNumbers, FirstTerms, GradientSink, GradientTerm, ParamId,
+    PendingReceive, ShardedWeights,
 };
 use crate::refusal::{lost, refused};
 use crate::state::{Part, salt};
@@ -184,7 +184,7 @@ pub(crate) struct SharedSink<'a, 'b> {
     /// Transfers under way, oldest first: one parameter is sent while the next one is computed.
     under_way: VecDeque<PendingParameter<'a>>,
     /// First terms of parameters whose second term is not there yet.
-    first: BTreeMap<usize, Tensor>,
+    first: FirstTerms,
     /// The checksum of this rank's slices.
     checksum: checksum::RunningChecksum,
 }
@@ -205,14 +205,8 @@ impl<'a, 'b> SharedSink<'a, 'b> {
         shared: SharedMicroBatch<'a>,
         into: Option<(&'a sum::GradientSum<'b>, u64)>,
     ) -> Self {
-        let (under_way, first) = (VecDeque::new(), BTreeMap::new());
-        SharedSink {
-            shared,
-            into,
-            under_way,
-            first,
-            checksum: checksum::RunningChecksum::default(),
-        }
+        let (under_way, first) = (VecDeque::new(), FirstTerms::default());
+        SharedSink { shared, into, under_way, first, checksum: Default::default() }
     }
 
     /// Waits for the transfers under way; returns the checksum of this rank's slices of the micro-batch's gradient.
@@ -262,17 +256,7 @@ impl<'a, 'b> SharedSink<'a, 'b> {
             }
         }
         let sum = sum.finish().map_err(refused)?.ok_or_else(missing)?.gradient;
-        let sum = match term {
-            GradientTerm::Only => sum,
-            GradientTerm::First => {
-                self.first.insert(id.index(), sum);
-                return Ok(());
-            }
-            GradientTerm::Second => {
-                let first = self.first.remove(&id.index()).ok_or_else(missing)?;
-                first.sum(sum).map_err(refused)?
-            }
-        };
+        let Some(sum) = self.first.join(id, term, sum)? else { return Ok(()) };
         let mut at = 0;
         for range in ranges {
             let part = sum.f_narrow(0, at, range.end - range.start).map_err(refused)?;
@@ -333,26 +317,6 @@ impl GradientSink for SharedSink<'_, '_> {
             false => Ok(()),
         }
     }
-}
-
-/// Bytes of weight gradients that the ranks of a line send each other for a micro-batch.
-pub fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Assignment) -> u64 {
-    let places = || 0..dealt.degree;
-    let of = |(index, parameter): (usize, &ParamSpec)| {
-        // The embedding has two terms: the head's gradient and that of the rows looked up.
-        let terms = if index == 0 { 2 } else { 1 };
-        let experts = match parameter.role {
-            Role::Experts => parameter.shape[0] as u64,
-            _ => 0,
-        };
-        let sent = places().map(|from| {
-            let others = places().filter(|to| *to != from);
-            let each = others.map(|to| 4 * terms * slices.length(index, to) as u64 + experts);
-            levels(dealt, from).len() as u64 * each.sum::<u64>()
-        });
-        sent.sum::<u64>()
-    };
-    parameters.iter().enumerate().map(of).sum()
 }
 
 /// The blocks of the tree over chunks that a position has.

@@ -40,8 +40,8 @@ impl Partners {
         (((rank + distance) % world) as u32, ((rank + world - distance) % world) as u32)
     }
 
-    /// The same for every rank.
-    pub fn all_held(self, pieces: &[ParamShard]) -> Vec<u64> {
+    /// Bytes of replicas that each rank holds: of its own pieces and its partner's.
+    pub fn held(self, pieces: &[ParamShard]) -> Vec<u64> {
         let mut own = vec![0; self.world];
         for piece in pieces {
             own[piece.owner as usize] += 4 * STEPS as u64 * length(piece) as u64;
@@ -51,16 +51,6 @@ impl Partners {
             1 => own.iter().map(|_| 0).collect(),
             _ => (0..self.world).map(|rank| own[rank] + partner(rank)).collect(),
         }
-    }
-
-    /// Bytes of replicas that `rank` holds: of its own pieces and its partner's.
-    pub fn held(self, pieces: &[ParamShard], rank: u32) -> u64 {
-        if self.world == 1 {
-            return 0;
-        }
-        let (_, from) = self.of(rank);
-        let held = pieces.iter().filter(|piece| [rank, from].contains(&piece.owner));
-        4 * STEPS as u64 * held.map(|piece| length(piece) as u64).sum::<u64>()
     }
 }
 

@@ -26,7 +26,8 @@ pub fn weights(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
 }
 
 /// The exchange of the new weights that every rank holds whole, under way. Each weight is sent to another machine once:
-/// the leader there forwards it. Sharded weights are sent at the end, directly by their owners, to each rank its shards.
+/// the leader there forwards it. Sharded weights are sent at the end, directly by their owners, to each rank its
+/// shards.
 ///
 /// Round m of the exchange has message m of every owner, and round `MESSAGES` + m the same forwarded.
 pub struct WeightSharing<'a> {
@@ -195,7 +196,7 @@ fn packed(state: &State, fold: &WeightShards) -> Result<Tensor> {
         }
     }
     parts.sort_by_key(|part| Reverse(wide(part)));
-    tree::pack(&parts, place(&state.weights)).map_err(refused)
+    tree::pack(&parts, state.device()).map_err(refused)
 }
 
 /// The device of the weights.
@@ -212,7 +213,8 @@ struct Message<'a> {
     needs: usize,
 }
 
-/// Message by message, that of each owner: its pieces in their order, cut where the bytes before a piece reach the next part of all.
+/// Message by message, that of each owner: its pieces in their order, cut where the bytes before a piece reach the next
+/// part of all.
 fn messages<'a>(team: &ProcessMesh<'_>, state: &'a State) -> [Vec<Message<'a>>; MESSAGES] {
     let world = team.group.world() as usize;
     let (mut bytes, mut count) = (vec![(0, 0); world], vec![0; world]);
@@ -294,8 +296,8 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    /// Each rank has the weights of its own pieces and no others, and finds its pieces done one after the other. Then all
-    /// have all weights, and each message but the last has left before the last piece was done.
+    /// Each rank has the weights of its own pieces and no others, and finds its pieces done one after the other. Then
+    /// all have all weights, and each message but the last has left before the last piece was done.
     #[test]
     fn weights_travel_while_others_are_computed() {
         for world in [1, 2, 3, 4, 8] {
@@ -342,8 +344,8 @@ mod tests {
         }
     }
 
-    /// Every piece is in one message of its owner, none waits for pieces behind it in an earlier message, and messages are
-    /// about as large.
+    /// Every piece is in one message of its owner, none waits for pieces behind it in an earlier message, and messages
+    /// are about as large.
     #[test]
     fn messages_are_parts_of_what_a_rank_owns() {
         let layout = layout();

@@ -15,35 +15,31 @@ use crate::refusal::refused;
 use crate::state::{Part, salt};
 use crate::timing;
 
-/// The checksum over the whole gradient of a micro-batch: the sum of those of its tensors, in whatever order they come.
-#[derive(Default)]
-pub(crate) struct GradientChecksum(checksum::RunningChecksum);
-
 /// The sink of one micro-batch.
 pub(crate) struct MicroBatchSink<'s, 'a> {
-    sum: &'s GradientSum<'a>,
-    micro_batch: u64,
-    checksum: GradientChecksum,
+    /// Where gradients are added, and the micro-batch's number; `None` if only the checksum is needed.
+    into: Option<(&'s GradientSum<'a>, u64)>,
+    /// The checksum over the whole gradient: the sum of those of its tensors, in whatever order they come.
+    checksum: checksum::RunningChecksum,
     /// Whether to compute the checksum before the gradient is added to others.
     at_once: bool,
     /// Gradients not yet passed on.
     waiting: Vec<(usize, Addend)>,
 }
 
-impl<'a> GradientSum<'a> {
-    /// The sink of micro-batch `micro_batch`. With `at_once` its checksum is computed by a separate pass; otherwise, on
-    /// a device, by the pass that adds its gradients to others, so it is known only with the sum.
-    pub(crate) fn sink(&self, micro_batch: u64, at_once: bool) -> MicroBatchSink<'_, 'a> {
-        let (checksum, waiting) = (GradientChecksum::default(), Vec::new());
-        MicroBatchSink { sum: self, micro_batch, checksum, at_once, waiting }
+impl<'s, 'a> MicroBatchSink<'s, 'a> {
+    /// The sink of a micro-batch whose gradients are added to `into`. With `at_once` its checksum is computed by a
+    /// separate pass; otherwise, on a device, by the pass that adds its gradients to others, so it is known only with
+    /// the sum.
+    pub(crate) fn new(into: Option<(&'s GradientSum<'a>, u64)>, at_once: bool) -> Self {
+        let at_once = at_once || into.is_none();
+        MicroBatchSink { into, checksum: Default::default(), at_once, waiting: Vec::new() }
     }
-}
 
-impl MicroBatchSink<'_, '_> {
     /// Passes on what remains; returns the checksum of all gradients.
-    pub(crate) fn checksum(mut self) -> Result<checksum::RunningChecksum> {
+    pub(crate) fn finish(mut self) -> Result<checksum::RunningChecksum> {
         self.pass()?;
-        Ok(self.checksum.0)
+        Ok(self.checksum)
     }
 
     /// Passes on the waiting gradients.
@@ -54,34 +50,21 @@ impl MicroBatchSink<'_, '_> {
             let gradients = addend::checked(gradients).map_err(refused)?;
             waiting = parameters.into_iter().zip(gradients).collect();
         }
-        self.sum.add(self.micro_batch, waiting)
-    }
-}
-
-impl GradientChecksum {
-    /// Counts the gradient in the checksum; in main memory that is computed at once.
-    fn take(&self, id: ParamId, gradient: Addend) -> Result<Addend> {
-        let _watch = timing::part(timing::StepPart::MicroBatchSums);
-        gradient.counted(&self.0, salt(Part::MicroBatchGradient, id.index())).map_err(refused)
-    }
-
-    /// The checksum of all gradients that were passed.
-    pub(crate) fn total(self) -> checksum::RunningChecksum {
-        self.0
-    }
-}
-
-impl GradientSink for GradientChecksum {
-    fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
-        addend::checked(vec![self.take(id, gradient)?]).map(drop).map_err(refused)
+        self.into.map_or(Ok(()), |(sum, micro_batch)| sum.add(micro_batch, waiting))
     }
 }
 
 impl GradientSink for MicroBatchSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
-        let together = if gradient.device() == Device::Cpu { 1 } else { TOGETHER };
-        self.waiting.push((id.index(), self.checksum.take(id, gradient)?));
-        if self.waiting.len() < together { Ok(()) } else { self.pass() }
+        // What nothing is added to need not wait for others.
+        let alone = gradient.device() == Device::Cpu || self.into.is_none();
+        let counted = {
+            let _watch = timing::part(timing::StepPart::MicroBatchSums);
+            let salt = salt(Part::MicroBatchGradient, id.index());
+            gradient.counted(&self.checksum, salt).map_err(refused)?
+        };
+        self.waiting.push((id.index(), counted));
+        if alone || self.waiting.len() >= TOGETHER { self.pass() } else { Ok(()) }
     }
 }
 
@@ -146,12 +129,14 @@ mod tests {
                     for micro_batch in micro_batches {
                         let stager = Stager::new(Device::Cpu).unwrap();
                         let staged = input(micro_batch).stage(config, &stager).unwrap();
-                        let (mut sink, how) =
-                            (sum.sink(micro_batch, false), MicroBatchOptions::default());
+                        let (mut sink, how) = (
+                            MicroBatchSink::new(Some((sum, micro_batch)), false),
+                            MicroBatchOptions::default(),
+                        );
                         model::micro_batch(config, &params, &balance, staged, 120, how, &mut sink)
                             .unwrap();
                         assert_eq!(
-                            sink.checksum().unwrap().read().unwrap(),
+                            sink.finish().unwrap().read().unwrap(),
                             wanted[micro_batch as usize]
                         );
                     }

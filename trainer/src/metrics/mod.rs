@@ -20,7 +20,6 @@
 //! ```
 
 mod feed;
-pub mod open_metrics;
 mod peak;
 mod tensorboard;
 

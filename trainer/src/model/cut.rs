@@ -381,7 +381,7 @@ impl Chunk {
     }
 }
 
-/// Concatenates the results of chunks.
+/// Concatenates the results of chunks, or of shards.
 pub(super) fn joined(parts: &[Tensor], dim: i64) -> kernels::Result<Tensor> {
     match parts {
         [whole] => Ok(whole.shallow_clone()),

@@ -63,7 +63,7 @@ pub(super) struct Gradients<'a> {
     own: Vec<u64>,
     waiting: BTreeMap<Key, PartialSum>,
     /// First terms that wait for second ones, where all chunks are local.
-    first: BTreeMap<usize, Tensor>,
+    first: FirstTerms,
     /// Gradients to be added at the end of the layer.
     begun: Vec<PendingGradient>,
 }
@@ -93,6 +93,32 @@ pub enum GradientTerm {
     First,
     /// The second of two terms, complete after the first.
     Second,
+}
+
+/// First terms of gradients whose second terms are not there yet.
+#[derive(Default)]
+pub(crate) struct FirstTerms(BTreeMap<usize, Tensor>);
+
+impl FirstTerms {
+    /// The gradient of parameter `id` once all of its terms are there; `term` is one of them, summed over chunks.
+    pub(crate) fn join(
+        &mut self,
+        id: ParamId,
+        term: GradientTerm,
+        sum: Tensor,
+    ) -> Result<Option<Tensor>> {
+        match term {
+            GradientTerm::Only => Ok(Some(sum)),
+            GradientTerm::First => {
+                self.0.insert(id.index(), sum);
+                Ok(None)
+            }
+            GradientTerm::Second => {
+                let first = self.0.remove(&id.index()).ok_or_else(missing_chunk)?;
+                first.sum(sum).map(Some).map_err(refused)
+            }
+        }
+    }
 }
 
 /// A gradient, or one of its terms.
@@ -125,7 +151,7 @@ pub(crate) struct ExpertNumbers {
 impl<'a> Gradients<'a> {
     /// Passes gradients to `sink`; `dealt` says which chunks are local.
     pub(super) fn new(sink: &'a mut dyn GradientSink, dealt: Assignment) -> Self {
-        let (waiting, first) = (BTreeMap::new(), BTreeMap::new());
+        let (waiting, first) = (BTreeMap::new(), FirstTerms::default());
         let (own, begun) = (dealt.own(), Vec::new());
         Gradients { sink, dealt, own, waiting, first, begun }
     }
@@ -193,7 +219,7 @@ impl<'a> Gradients<'a> {
         let gradient = match gradient {
             ParamGradient::Made(made) if self.at_once(&made) => {
                 let made = made.f_to_kind(Kind::Float).map_err(refused)?;
-                return self.finished(id, term, chunk, made, used);
+                return self.together(vec![((id, term), chunk, ChunkSum::of(made, used)?)]);
             }
             gradient if self.dealt.chunks == 1 => match Addend::try_from(gradient) {
                 Ok(gradient) => return self.sink.gradient(id, gradient),
@@ -210,26 +236,6 @@ impl<'a> Gradients<'a> {
         self.dealt.chunks > 1 && (made.device() == Device::Cpu || large)
     }
 
-    fn finished(
-        &mut self,
-        id: ParamId,
-        term: GradientTerm,
-        chunk: u64,
-        gradient: Tensor,
-        used: Option<UsedExperts>,
-    ) -> Result<()> {
-        let dealt = self.dealt;
-        if let Some(UsedExperts::There(_)) = used {
-            let value = ChunkSum::of(gradient, used)?;
-            return self.together(vec![((id, term), chunk, value)]);
-        }
-        let sum = self.waiting((id, term));
-        let value = ChunkSum::of(gradient, used)?;
-        sum.nodes.push(dealt.leaf(chunk), value).map_err(refused)?;
-        sum.missing -= 1;
-        if sum.missing > 0 { Ok(()) } else { self.complete((id, term)) }
-    }
-
     /// Called when all local chunks have been added.
     fn complete(&mut self, key: Key) -> Result<()> {
         let (id, term) = key;
@@ -241,16 +247,9 @@ impl<'a> Gradients<'a> {
             return self.sink.part(id, term, blocks.collect::<Result<_>>()?);
         }
         let gradient = sum.finish().map_err(refused)?.ok_or_else(missing_chunk)?.gradient;
-        match term {
-            GradientTerm::Only => self.whole(id, gradient),
-            GradientTerm::First => {
-                self.first.insert(id.index(), gradient);
-                Ok(())
-            }
-            GradientTerm::Second => {
-                let first = self.first.remove(&id.index()).ok_or_else(missing_chunk)?;
-                self.whole(id, first.sum(gradient).map_err(refused)?)
-            }
+        match self.first.join(id, term, gradient)? {
+            Some(gradient) => self.whole(id, gradient),
+            None => Ok(()),
         }
     }
 }
@@ -500,22 +499,25 @@ mod tests {
         let (mut alone, mut together) = (Order(Vec::new()), Order(Vec::new()));
         let mut gradients = Gradients::new(&mut alone, dealt);
         let mut others = Gradients::new(&mut together, dealt);
+        let mut trees = ids.map(|_| TreeNodes::new(&[dealt.leaves(0)]));
         for chunks in [vec![5, 0, 3], vec![1, 4, 2]] {
             let mut parts = Vec::new();
             for (chunk, id) in
                 chunks.iter().flat_map(|chunk| ids.iter().map(move |id| (*chunk, *id)))
             {
-                let (gradient, used) = leaf(id, chunk);
-                gradients.finished(id, GradientTerm::Only, chunk, gradient, used).unwrap();
-                let (gradient, used) = leaf(id, chunk);
-                parts.push((
-                    (id, GradientTerm::Only),
-                    chunk,
-                    ChunkSum::of(gradient, used).unwrap(),
-                ));
+                let part = || {
+                    let (gradient, used) = leaf(id, chunk);
+                    ChunkSum::of(gradient, used).unwrap()
+                };
+                let key = (id, GradientTerm::Only);
+                gradients.together(vec![(key, chunk, part())]).unwrap();
+                parts.push((key, chunk, part()));
+                trees[id.index()].push(dealt.leaf(chunk), part()).unwrap();
             }
             others.together(parts).unwrap();
         }
+        let trees = trees.map(|tree| tree.finish().unwrap().unwrap().gradient);
+        assert!(together.0.iter().zip(&trees).all(|((_, one), tree)| one == tree));
         assert!(alone.0.len() == 3 && alone.0 == together.0);
     }
 

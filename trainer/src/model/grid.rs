@@ -14,13 +14,13 @@ pub(super) const REACH: i64 = 2;
 
 /// The layout of a cut micro-batch.
 #[derive(Clone, Copy)]
-pub(crate) struct ChunkGrid {
+pub struct ChunkGrid {
     /// Tokens in a sequence.
-    pub(crate) length: i64,
+    pub length: i64,
     /// Tokens of a sequence in a chunk.
-    pub(crate) width: i64,
+    pub width: i64,
     /// Sequences.
-    pub(crate) rows: i64,
+    pub rows: i64,
 }
 
 /// The part of a document in a chunk.
@@ -102,7 +102,7 @@ impl ChunkGrid {
     }
 
     /// How many rows all ranks together send.
-    pub(crate) fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
+    pub fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
         let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
         let mut all = SharedRows { states, ..SharedRows::default() };
         for place in 0..dealt.degree {
@@ -162,7 +162,7 @@ mod tests {
                 pairs.sum::<i64>() as u64
             };
             let found: Vec<u64> = (0..degree).map(pairs).collect();
-            let planned = Assignment { chunks, degree, place: 0 }.pairs(width as u64).into_iter();
+            let planned = Assignment { chunks, degree, place: 0 }.pairs_of(&[0], length as u32).into_iter();
             prop_assert_eq!(&found, &planned.map(|pairs| pairs * rows as u64).collect::<Vec<_>>());
             prop_assert!(found.iter().all(|own| *own == found[0]));
         }

@@ -87,14 +87,8 @@ impl Assignment {
         chunks
     }
 
-    /// Pairs of a query and a key that each rank computes for one document that fills all chunks of `width` tokens.
-    pub fn pairs(self, width: u64) -> Vec<u64> {
-        let of = |chunk: u64| width * width * chunk + width * (width + 1) / 2;
-        let place = |place| Assignment { place, ..self }.own().into_iter().map(of).sum();
-        (0..self.degree).map(place).collect()
-    }
-
-    /// The same for a row of `length` tokens with documents that begin at `starts`.
+    /// Pairs of a query and a key that each rank computes in a row of `length` tokens with documents that begin at
+    /// `starts`.
     pub fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
         let width = length / self.chunks as u32;
         let before = |end: u32| {
@@ -133,15 +127,15 @@ pub(super) struct Rows {
 
 /// Rows that all ranks of a line together send for one micro-batch, in each layer and direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SharedRows {
+pub struct SharedRows {
     /// Rows adjacent to chunks.
-    pub(crate) beside: u64,
+    pub beside: u64,
     /// Rows of earlier keys.
-    pub(crate) earlier: u64,
+    pub earlier: u64,
     /// Blocks of gradients of keys.
-    pub(crate) sums: u64,
+    pub sums: u64,
     /// States of linear attention, one for each chunk and sequence.
-    pub(crate) states: u64,
+    pub states: u64,
 }
 
 /// This rank's rows, followed by the rows of other ranks that it reads.
@@ -270,8 +264,10 @@ mod tests {
                     prop_assert!(dealt.leaves(place).contains(&dealt.leaf(*chunk)));
                 }
                 // With zig-zag assignment all ranks have equally many pairs.
-                let (pairs, length) = (dealt.pairs(3), 3 * each * degree);
-                prop_assert_eq!(&dealt.pairs_of(&[0], length as u32), &pairs);
+                let length = 3 * each * degree;
+                let pairs = dealt.pairs_of(&[0], length as u32);
+                // Three queries of a chunk see all keys of earlier chunks, and six of their own.
+                prop_assert_eq!(pairs[place as usize], chunks.iter().map(|chunk| 9 * chunk + 6).sum::<u64>());
                 // The pairs of several documents add up, wherever chunks begin.
                 let starts: Vec<u32> = (0..length as u32).filter(|at| at % 5 == 0).collect();
                 let all = dealt.pairs_of(&starts, length as u32).iter().sum::<u64>();

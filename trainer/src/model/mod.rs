@@ -57,29 +57,28 @@ pub use activity::LayerActivity;
 pub use config::{Decay, PRESETS, SkipOutput, ZayaConfig, curriculum_schema};
 pub use cut::Cut;
 pub use fold::{Overlap, ShardedWeights, WeightShards};
-pub(crate) use gradients::ExpertNumbers;
 pub use gradients::{ChunkSum, CollectedGradients, GradientSink, GradientTerm};
-pub(crate) use grid::ChunkGrid;
+pub(crate) use gradients::{ExpertNumbers, FirstTerms};
+pub use grid::ChunkGrid;
 pub(crate) use init::balance_sizes;
 pub use init::{init, init_balance, parameters, router_classes};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
 pub use kinds::{Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind};
-pub(crate) use line::SharedRows;
-pub use line::{Assignment, AxisComm, PendingReceive};
+pub use line::{Assignment, AxisComm, PendingReceive, SharedRows};
 pub(crate) use param::{HEAD, balance_name, initial};
 pub use param::{Init, ParamId, ParamSpec, Role, active_parameters, rounded};
 pub use probe::probe;
 pub use sharding::Sharding;
 pub use stage::{BatchBuffer, StagedMicroBatch};
 
-use contract::{Fault, Result};
+use contract::Result;
 use kernels::ops::{self, OpsTable};
 use layer::Pass;
 use loader::Batch;
 use tch::{Kind, Tensor};
 use zaya::Zaya;
 
-use crate::refusal::{refused, values};
+use crate::refusal::{lost, refused, values};
 
 /// Activation checkpointing: what a micro-batch keeps for its backward pass. Decides memory and time, never bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -279,10 +278,7 @@ pub fn losses<'a>(
     balance: &[Tensor],
     input: &MicroBatchInput,
 ) -> Result<f64> {
-    enter()?;
-    let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    let losses =
-        Pass::over(how.into(), config, params, balance, &input, |pass| model.losses(pass))?;
+    let losses = over(how, config, params, balance, input, |model, pass| model.losses(pass))?;
     number(&total(&losses)?)
 }
 
@@ -294,10 +290,8 @@ pub fn scores<'a>(
     balance: &[Tensor],
     input: &MicroBatchInput,
 ) -> Result<(f64, bool)> {
-    enter()?;
-    let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let [losses, misses] =
-        Pass::over(how.into(), config, params, balance, &input, |pass| model.scores(pass))?;
+        over(how, config, params, balance, input, |model, pass| model.scores(pass))?;
     Ok((number(&total(&losses)?)?, number(&total(&misses)?)? == 0.0))
 }
 
@@ -308,10 +302,22 @@ pub fn logits(
     balance: &[Tensor],
     input: &MicroBatchInput,
 ) -> Result<Tensor> {
+    let options = options_for(params)?;
+    over(options, config, params, balance, input, |model, pass| model.logits(pass))
+}
+
+/// Runs `work` as a pass of the model over `input`.
+fn over<'a, T>(
+    how: impl Into<MicroBatchContext<'a>>,
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &MicroBatchInput,
+    work: impl FnOnce(&Zaya, &Pass<'_>) -> Result<T>,
+) -> Result<T> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    let options = options_for(params)?;
-    Pass::over(options.into(), config, params, balance, &input, |pass| model.logits(pass))
+    Pass::over(how.into(), config, params, balance, &input, |pass| work(&model, pass))
 }
 
 /// (query, key) pairs that attention sees in the rows of a batch.
@@ -341,7 +347,7 @@ fn number(tensor: &Tensor) -> Result<f64> {
 }
 
 fn enter() -> Result<()> {
-    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))
+    kernels::runtime::enter_thread().map_err(lost)
 }
 
 /// Numbers between -1 and 1 that depend only on `seed`.

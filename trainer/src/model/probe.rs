@@ -5,9 +5,7 @@ use tch::Tensor;
 
 use super::activity::LayerActivity;
 use super::input::MicroBatchInput;
-use super::layer::Pass;
-use super::zaya::Zaya;
-use super::{MicroBatchOptions, ZayaConfig, enter};
+use super::{MicroBatchOptions, ZayaConfig, over};
 
 /// Statistics of each layer's activations for `input`, first to last: forward only.
 pub fn probe(
@@ -17,9 +15,7 @@ pub fn probe(
     balance: &[Tensor],
     input: &MicroBatchInput,
 ) -> Result<Vec<LayerActivity>> {
-    enter()?;
-    let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    Pass::over(options.into(), config, params, balance, &input, |pass| model.probe(pass))
+    over(options, config, params, balance, input, |model, pass| model.probe(pass))
 }
 
 #[cfg(test)]

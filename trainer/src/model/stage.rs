@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
 use super::input::{CheckedMicroBatch, DeviceMicroBatch, MicroBatchInput};
-use crate::refusal::refused;
+use crate::refusal::{lost, refused};
 
 /// Words or flags between the starts of two columns are a multiple of this.
 const ALIGNED: usize = 16;
@@ -50,7 +50,7 @@ impl BatchBuffer {
     /// A buffer for a batch of `tokens` tokens, with undefined contents.
     pub fn take(buffers: &StagingRing, tokens: usize) -> Result<BatchBuffer> {
         let words = 3 * column(tokens) + tokens;
-        let buffer = buffers.take(tokens, words).map_err(machine)?;
+        let buffer = buffers.take(tokens, words).map_err(lost)?;
         Ok(BatchBuffer { buffer, tokens })
     }
 
@@ -79,16 +79,16 @@ impl BatchBuffer {
             return Err(Fault::bug("micro-batches that are not those of their batch"));
         }
         let (column, mut end) = (column(self.tokens), 3 * column(self.tokens));
-        let (_, words) = self.buffer.parts_mut().map_err(machine)?;
+        let (_, words) = self.buffer.parts_mut().map_err(lost)?;
         for span in micro_batches.iter().flat_map(|part| &part.spans) {
             words[end] = i32::try_from(span.start)
                 .map_err(|_| Fault::bug("a micro-batch of more tokens than an i32 counts"))?;
             end += 1;
         }
-        let batch = stager.send(&mut self.buffer, end).map_err(machine)?;
+        let batch = stager.send(&mut self.buffer, end).map_err(lost)?;
         let (mut first, mut starts) = (0, 3 * column);
         let staged = |micro_batch: CheckedMicroBatch| {
-            let batch = batch.alias().map_err(machine)?;
+            let batch = batch.alias().map_err(lost)?;
             let staged = StagedMicroBatch { batch, first, column, starts, micro_batch };
             (first, starts) =
                 (first + staged.micro_batch.tokens, starts + staged.micro_batch.spans.len());
@@ -107,7 +107,7 @@ impl BatchMemory for BatchBuffer {
 
     fn columns_mut(&mut self) -> Result<ColumnsMut<'_>> {
         let (tokens, column) = (self.tokens, column(self.tokens));
-        let (mask, words) = self.buffer.parts_mut().map_err(machine)?;
+        let (mask, words) = self.buffer.parts_mut().map_err(lost)?;
         let (ids, words) = words.split_at_mut(column);
         let (labels, positions) = words.split_at_mut(column);
         Ok(ColumnsMut {
@@ -132,14 +132,9 @@ impl MicroBatchInput<'_> {
 
     /// Copies the micro-batch to `device` at once.
     pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<DeviceMicroBatch> {
-        let stager = Stager::kept(device).map_err(machine)?;
+        let stager = Stager::kept(device).map_err(lost)?;
         self.stage(config, &stager)?.arrive()
     }
-}
-
-/// Errors of the device are environment faults.
-fn machine(error: kernels::Error) -> Fault {
-    Fault::machine(error.to_string())
 }
 
 impl StagedMicroBatch {

@@ -203,8 +203,8 @@ pub struct StepScalars {
     pub scale: f64,
 }
 
-/// Runs the items on the workers; results are in the order of the items. `done` hears in that order how many are done, or
-/// queued on their device.
+/// Runs the items on the workers; results are in the order of the items. `done` hears in that order how many are done,
+/// or queued on their device.
 pub(crate) fn run(
     settings: &OptimizerSettings,
     items: Vec<UpdateItem>,

@@ -1,24 +1,18 @@
-//! Replay: recomputes a past step, compares each quantity with the ledger, and lists the documents behind its loss.
+//! Replay: recomputes a past step, and compares each quantity with the ledger.
 //!
-//! - `way` computes the state before a step, `kept` stores it for later questions; `verdict` states the result, and
-//!   [`narrow`] and [`hit`] find what was wrong in the run; `together` coordinates several ranks.
-//! - [`documents`], [`whatif`] and [`attribute`] answer further questions.
+//! `way` computes the state before a step, `kept` stores it for later questions; `verdict` states the result;
+//! `together` coordinates several ranks. What a replay is asked about (the documents behind a loss, what was wrong in
+//! the run, counterfactuals) is in `tools::replay`.
 //!
 //! One rank is a special case of many, as in training. Invariant: a replay writes nothing that a run reads and takes
 //! none of its locks, so a run may be replayed while it continues.
 
-pub mod attribute;
-pub mod documents;
 mod executor;
-pub mod hit;
 mod kept;
-pub mod narrow;
 pub mod spent;
-pub mod texts;
 mod together;
 mod verdict;
 mod way;
-pub mod whatif;
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -30,7 +24,7 @@ use loader::{Batch, OpenedCurriculum, RankSlice, recorded};
 use mixer::Curriculum;
 use serde::Serialize;
 use store::Location;
-use tch::{Device, Tensor};
+use tch::Device;
 
 use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_difference};
 use crate::ledger::{Ledger, StepDifference, StepRecord, StepStage};
@@ -40,13 +34,11 @@ use crate::reaction::ReactingSpec;
 use crate::run::World;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Detail, ReducedGradient, Requests, StepContext};
+use crate::step::{self, Detail, MicroBatchSums, ReducedGradient, Requests, StepContext};
 use crate::workers::Workers;
-use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
 pub use kept::SavedStateLimits;
 use kept::SavedStates;
-use narrow::LocatedDifference;
 use spent::{Stopwatch, TimesByPart};
 pub use together::meet;
 pub use verdict::Verdict;
@@ -62,9 +54,6 @@ pub struct Replayed {
     pub verdict: Verdict,
     /// The first quantity that differs; the ledger is on the left.
     pub difference: Option<StepDifference>,
-    /// What was wrong in the run, as far as the ledger, the events and the run's checkpoints show; if both sides have a
-    /// record.
-    pub narrowed: Option<LocatedDifference>,
     /// What to look at next.
     pub advice: String,
     /// Why the step could not be completed, if it diverged.
@@ -73,19 +62,15 @@ pub struct Replayed {
     pub loss: f64,
     /// The record, if the step could be completed.
     pub record: Option<StepRecord>,
-    /// Its documents, worst first; only on rank 0.
-    pub documents: Vec<DocumentLoss>,
 }
 
-/// A replayed step with its inputs and gradient.
-pub struct WithGradient {
-    /// The result, with all documents.
+/// A replayed step or micro-batch with its text.
+pub struct ReplayedBatch {
+    /// The result.
     pub replayed: Replayed,
-    /// The step's batch.
+    /// This rank's part of the step's batch.
     pub batch: Batch,
-    /// The summed gradient before clipping: its pieces in canonical order.
-    pub gradient: Vec<Tensor>,
-    /// The loss of each token of the batch.
+    /// The loss of each token of the step, or of the micro-batch; empty without [`Detail::Tokens`].
     pub token_losses: Vec<f32>,
 }
 
@@ -205,6 +190,11 @@ impl Replayer {
         &self.stores
     }
 
+    /// The ranks of the replay.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
     /// The workers of this rank.
     pub fn workers(&self) -> Workers {
         self.workers
@@ -235,66 +225,37 @@ impl Replayer {
         times.backward_tokens += if backward { tokens } else { 0 };
     }
 
-    /// Computes the step after `state` as the run did, compares it, and updates the state.
-    pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
-        let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
-        let before = state.copy()?;
-        self.replayed(state, &batch, detail, &before, |_| ())
-    }
-
-    /// The same from `before`, of which `state` is a copy; also returns the inputs and the gradient. For a single rank
-    /// only.
-    pub fn step_with_gradient(&self, before: &State, state: &mut State) -> Result<WithGradient> {
-        let (batch, mut kept) = (self.timed("batch", || self.batch(state.step + 1))?, None);
-        let replayed = self.replayed(state, &batch, Detail::Tokens, before, |gradient| {
-            let own = gradient.own.iter().map(Tensor::shallow_clone).collect();
-            let losses =
-                gradient.micro_batches.iter().flat_map(|one| one.token_losses.iter().copied());
-            kept = Some((own, losses.collect()));
-        })?;
-        let (gradient, token_losses) =
-            kept.ok_or_else(|| Fault::bug("a step was computed without a gradient"))?;
-        Ok(WithGradient { replayed, batch, gradient, token_losses })
-    }
-
-    /// Computes the step after `state`, a copy of `before`; `batch` is this rank's part. Calls `look` with the gradient
-    /// before the update.
-    fn replayed(
+    /// Computes the step after `state`, a copy of `before`, as the run did; compares it, and updates the state. Calls
+    /// `look` with the gradient before the update.
+    pub fn step(
         &self,
-        state: &mut State,
-        batch: &Batch,
-        detail: Detail,
         before: &State,
+        state: &mut State,
+        detail: Detail,
         look: impl FnOnce(&ReducedGradient),
-    ) -> Result<Replayed> {
+    ) -> Result<ReplayedBatch> {
+        let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
         let (step, watch) = (batch.step, Stopwatch::start());
-        let (gradient, outcome) = self.compute_and_look(&self.spec, state, batch, detail, look)?;
+        let (gradient, outcome) = self.compute_and_look(&self.spec, state, &batch, detail, look)?;
         self.times.borrow_mut().add("step", watch.read());
-        self.passed(tokens(batch), true);
+        self.passed(tokens(&batch), true);
         let (record, diverged) = match outcome {
             Ok(record) => (Some(record), None),
             Err(fault) => (None, Some(fault.to_string())),
         };
         let difference = self.difference(step, record.as_ref())?;
-        let (mut verdict, mut narrowed) = (Verdict::SameBits, None);
-        if step > self.recorded {
-            verdict = Verdict::NotRecorded;
-        } else if let Some(found) = &difference {
-            verdict = self.again(Some(before), batch, record.as_ref(), found)?;
-            if let Some(record) = &record {
-                narrowed = Some(self.narrow(found, record, before, state, batch, verdict)?);
-            }
-        }
-        let documents = match detail {
-            Detail::Sums => Vec::new(),
-            Detail::Tokens => {
-                let losses = self.token_losses(&gradient)?;
-                self.timed("documents", || self.documents(batch, &losses))?
-            }
+        let verdict = match &difference {
+            _ if step > self.recorded => Verdict::NotRecorded,
+            Some(found) => self.again(Some(before), &batch, record.as_ref(), found)?,
+            None => Verdict::SameBits,
         };
-        let found = self.found(step, verdict, difference);
-        let loss = gradient.mean();
-        Ok(Replayed { narrowed, diverged, loss, record, documents, ..found })
+        let token_losses = match detail {
+            Detail::Sums => Vec::new(),
+            Detail::Tokens => self.token_losses(&gradient)?,
+        };
+        let (found, loss) = (self.found(step, verdict, difference), gradient.mean());
+        let replayed = Replayed { diverged, loss, record, ..found };
+        Ok(ReplayedBatch { replayed, batch, token_losses })
     }
 
     /// Gathers all weights of `state` on every rank, in the format of the next step, so that one rank can compute
@@ -313,38 +274,43 @@ impl Replayer {
     }
 
     /// Computes one micro-batch of the step after `state`, and compares it. One rank does it alone, with all weights.
-    pub fn micro_batch(&self, state: &State, micro_batch: u64) -> Result<Replayed> {
+    pub fn micro_batch(&self, state: &State, micro_batch: u64) -> Result<ReplayedBatch> {
         let step = state.step + 1;
         self.check_micro_batch(step, micro_batch)?;
         let batch = self.timed("batch", || self.batch(step))?;
-        let compute =
-            || self.executor.micro_batch(&self.spec, state, &batch, micro_batch, self.workers);
-        let sums = self.timed("step", compute)?;
+        let sums = self.timed("step", || self.micro_batch_sums(state, &batch, micro_batch))?;
         self.passed(batch.micro_batch * u64::from(batch.seq_len), true);
-        let difference = if step > self.recorded {
-            None
-        } else {
-            micro_batch_difference(&self.ledger.record(step)?, micro_batch, &sums)
+        let difference = match step > self.recorded {
+            true => None,
+            false => micro_batch_difference(&self.ledger.record(step)?, micro_batch, &sums),
         };
-        let verdict = match (&difference, step > self.recorded) {
-            (_, true) => Verdict::NotRecorded,
-            (None, false) => Verdict::SameBits,
-            (Some(found), false) => {
-                let again = compute()?;
+        let verdict = match &difference {
+            _ if step > self.recorded => Verdict::NotRecorded,
+            None => Verdict::SameBits,
+            Some(found) => {
+                let again = self.micro_batch_sums(state, &batch, micro_batch)?;
                 let same =
                     again.gradient == sums.gradient && again.loss.to_bits() == sums.loss.to_bits();
                 Verdict::of(same, found, self.kernels.as_deref())
             }
         };
-        let rows = micro_batch * batch.micro_batch..(micro_batch + 1) * batch.micro_batch;
         let loss = sums.loss / sums.labels.max(1) as f64;
-        let documents = || documents::rank(&self.spec, &batch, rows, &sums.token_losses);
-        let documents = self.timed("documents", documents)?;
         let found = self.found(step, verdict, difference);
-        Ok(Replayed { micro_batch: Some(micro_batch), loss, documents, ..found })
+        let replayed = Replayed { micro_batch: Some(micro_batch), loss, ..found };
+        Ok(ReplayedBatch { replayed, batch, token_losses: sums.token_losses })
     }
 
-    /// The result of a step, without its losses and documents.
+    /// The results of one micro-batch of `batch`, at the state before it.
+    pub fn micro_batch_sums(
+        &self,
+        state: &State,
+        batch: &Batch,
+        micro_batch: u64,
+    ) -> Result<MicroBatchSums> {
+        self.executor.micro_batch(&self.spec, state, batch, micro_batch, self.workers)
+    }
+
+    /// The result of a step, without its loss.
     fn found(&self, step: u64, verdict: Verdict, difference: Option<StepDifference>) -> Replayed {
         Replayed {
             step,
@@ -352,11 +318,9 @@ impl Replayer {
             verdict,
             advice: verdict.advice_on(difference.as_ref(), self.kernels.as_deref()),
             difference,
-            narrowed: None,
             diverged: None,
             loss: 0.0,
             record: None,
-            documents: Vec::new(),
         }
     }
 
@@ -372,7 +336,7 @@ impl Replayer {
     }
 
     /// The specification of `curriculum`, which differs from the run's from step `first` on, after the steps before.
-    pub(crate) fn changed(&self, curriculum: &Curriculum, first: u64) -> Result<ReactingSpec> {
+    pub fn changed(&self, curriculum: &Curriculum, first: u64) -> Result<ReactingSpec> {
         let (text, ledger) = (curriculum.canonical(), self.folder.ledger());
         let opened = OpenedCurriculum::open_text(self.folder.curriculum(), text)?;
         ReactingSpec::recorded(Arc::new(RunSpec::new(&opened)?), &ledger, first - 1)
@@ -427,7 +391,7 @@ impl Replayer {
     }
 
     /// The gradient of a batch at a state, without an update.
-    fn gradient(&self, state: &State, batch: &Batch) -> Result<ReducedGradient> {
+    pub fn gradient(&self, state: &State, batch: &Batch) -> Result<ReducedGradient> {
         let team = self.team()?;
         let cx = StepContext { spec: &self.spec, team: &team, workers: self.workers };
         self.executor.compute(cx, state, batch, Detail::Sums)?.read(cx, &state.owners)
@@ -470,18 +434,6 @@ impl Replayer {
         })
     }
 
-    /// The documents of a whole step, by the loss of each token; `part` is this rank's part. Only rank 0 has them.
-    fn documents(&self, part: &Batch, losses: &[f32]) -> Result<Vec<DocumentLoss>> {
-        match (self.world.comm.rank(), self.world.comm.world()) {
-            (0, 1) => documents::rank(&self.spec, part, 0..part.rows, losses),
-            (0, _) => {
-                let whole = self.batch(part.step)?;
-                documents::rank(&self.spec, &whole, 0..whole.rows, losses)
-            }
-            _ => Ok(Vec::new()),
-        }
-    }
-
     /// The run's folder.
     pub fn root(&self) -> PathBuf {
         self.folder.root().to_owned()
@@ -497,7 +449,7 @@ pub fn tokens(batch: &Batch) -> u64 {
 fn micro_batch_difference(
     written: &StepRecord,
     micro_batch: u64,
-    sums: &step::MicroBatchSums,
+    sums: &MicroBatchSums,
 ) -> Option<StepDifference> {
     let index = micro_batch as usize;
     let differs = |stage: StepStage, quantity: &str, left: Option<u64>, right: u64| {

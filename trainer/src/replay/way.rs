@@ -1,21 +1,17 @@
 //! The state before a step: loads the nearest checkpoint, then recomputes the steps after it.
 
-use std::time::Duration;
-
 use contract::{Fault, Result, words};
 
 use super::{Replayed, Replayer};
 use crate::checkpoint::{self, StateLayout};
-use crate::events;
 use crate::ledger::StepRecord;
 use crate::mesh::share;
 use crate::reaction::ReactingSpec;
 use crate::run::restore::RestoreInputs;
-use crate::shown::clock;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::step::Detail;
-use crate::waiting::{self, WaitCounter};
+use crate::waiting::{WaitCounter, expected};
 
 impl Replayer {
     /// The state after `step`: from the nearest checkpoint, then by recomputing, with each step checked against the
@@ -61,7 +57,7 @@ impl Replayer {
 
     /// Computes the steps after `state` up to `step`: as the run did, or as `change` says. Calls `each` with the record
     /// of each step, and ends where that returns false. Returns the fault of the step that diverged, if one did.
-    pub(crate) fn advance_to(
+    pub fn advance_to(
         &self,
         state: &mut State,
         step: u64,
@@ -84,7 +80,7 @@ impl Replayer {
     }
 
     /// Recomputes the steps after `state` up to `step`; each must match the ledger.
-    pub(super) fn walk(&self, state: &mut State, step: u64) -> Result<()> {
+    pub fn walk(&self, state: &mut State, step: u64) -> Result<()> {
         let speaks = self.world.comm.rank() == 0;
         if speaks {
             self.note_way(state.step, step);
@@ -176,19 +172,14 @@ impl Replayer {
 
     /// Prints where the recomputation for the state after `step` starts, if it takes a while at the run's speed.
     fn note_way(&self, from: u64, step: u64) {
-        let pace = events::pace(&self.folder.events()).unwrap_or(0.0);
-        let time = Duration::from_secs_f64((pace * (step - from) as f64).clamp(0.0, 1e9));
-        if time < waiting::SILENCE {
-            return;
-        }
+        let Some(time) = expected(&self.folder.events(), step - from) else { return };
         let begins = match from {
             0 => "the beginning".to_owned(),
             from => format!("checkpoint step-{from}"),
         };
         contract::note!(
-            "{} again from {begins}: about {} at the pace of the run",
-            words::steps(from + 1, step),
-            clock(time)
+            "{} again from {begins}: about {time} at the pace of the run",
+            words::steps(from + 1, step)
         );
     }
 

@@ -29,12 +29,11 @@ use crate::mesh::{Mesh, ProcessMesh, copies, share};
 use crate::metrics::{self, Metrics};
 use crate::progress::ProgressPrinter;
 use crate::refusal::{lost, refused};
-use crate::shown::clock;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::{Ownership, ParamShard};
 use crate::step;
-use crate::waiting::SILENCE;
+use crate::waiting::expected;
 
 /// An opened run, new or resumed.
 pub(super) struct OpenedRun<'a> {
@@ -341,12 +340,8 @@ impl<'a> Opening<'a> {
                 first if first == recorded => (format!("step {first} is"), "it is"),
                 first => (format!("steps {first} to {recorded} are"), "they are"),
             };
-            let pace = events::pace(&open.folder.events()).unwrap_or(0.0);
-            let time = Duration::from_secs_f64((pace * (recorded - from) as f64).clamp(0.0, 1e9));
-            let about = match time < SILENCE {
-                true => String::new(),
-                false => format!(", about {}", clock(time)),
-            };
+            let time = expected(&open.folder.events(), recorded - from);
+            let about = time.map_or_else(String::new, |time| format!(", about {time}"));
             progress.note(&format!(
                 "{steps} in the ledger: {they} computed again, to the same bits{about}"
             ));

@@ -219,6 +219,11 @@ impl State {
         Ok(state)
     }
 
+    /// The device of its tensors.
+    pub fn device(&self) -> Device {
+        self.weights.first().map_or(Device::Cpu, Tensor::device)
+    }
+
     /// A copy that shares no memory with this one.
     pub fn copy(&self) -> Result<State> {
         let State { step, weights, fold, balance, windows, owners, owned, departures: _ } = self;
@@ -244,33 +249,6 @@ impl State {
         })
     }
 
-    /// One weight in f32; `None` where only another rank has it in f32.
-    pub(crate) fn weight(&self, tensor: usize, element: i64) -> Option<f32> {
-        self.wide_place(tensor, element).map(|place| place.double_value(&[0]) as f32)
-    }
-
-    /// Overwrites one weight, in f32 and where the model reads it.
-    pub(crate) fn set_weight(&self, tensor: usize, element: i64, value: f32) {
-        let read = self.weights[tensor].view([-1]).narrow(0, element, 1);
-        let wide = self.wide_place(tensor, element);
-        for mut place in wide.into_iter().chain([read]) {
-            let _ = tch::no_grad(|| place.fill_(f64::from(value)));
-        }
-    }
-
-    /// An alias of one weight in f32.
-    fn wide_place(&self, tensor: usize, element: i64) -> Option<Tensor> {
-        let read = &self.weights[tensor];
-        if read.kind() == Kind::Float {
-            return Some(read.view([-1]).narrow(0, element, 1));
-        }
-        let has = |piece: &ParamShard| {
-            piece.tensor == tensor && (piece.first..piece.first + piece.length()).contains(&element)
-        };
-        let (piece, weight, _) = self.own().find(|(piece, ..)| has(piece))?;
-        Some(weight.view([-1]).narrow(0, element - piece.first, 1))
-    }
-
     /// All pieces with their weights: this rank's in f32, others as the model reads them.
     fn all(&self) -> impl Iterator<Item = (&ParamShard, Tensor)> {
         let mut pieces = self.own();
@@ -291,8 +269,7 @@ impl State {
                 whole.push([piece.of(&self.weights[piece.tensor]), master.shallow_clone()]);
             }
         }
-        let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
-        workers.map(Workers::batched(device, whole), |mut pairs: Vec<_>| {
+        workers.map(Workers::batched(self.device(), whole), |mut pairs: Vec<_>| {
             let _watch = timing::part(timing::StepPart::Round);
             workers.ops().all_rounded(&mut pairs).map_err(refused)
         })?;
@@ -398,23 +375,24 @@ impl State {
                 *weight = fold.room(parameter, tensor, kind, weight.device())?;
             }
         }
-        let pieces: Vec<ParamShard> = self.owners.own().cloned().collect();
-        for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {
+        self.fold = fold;
+        self.place_masters(&changed, masters)
+    }
+
+    /// Copies this rank's pieces in f32, `masters`, to the weights that were `changed`: into a weight that the model
+    /// reads whole in f32, else next to it.
+    fn place_masters(&mut self, changed: &[bool], masters: Vec<Tensor>) -> kernels::Result<()> {
+        let pieces = self.owners.own().zip(&mut self.owned).zip(masters);
+        for ((piece, owned), master) in pieces.filter(|((piece, _), _)| changed[piece.tensor]) {
             let read = &self.weights[piece.tensor];
-            if !changed[piece.tensor] {
-                continue;
-            }
-            if fold.cuts(piece.tensor) || read.kind() != Kind::Float {
-                // A copy: an alias would keep the whole tensor.
-                if owned.master.is_none() {
-                    owned.master = Some(copied(&master)?);
-                }
-            } else {
+            if read.kind() == Kind::Float && !self.fold.cuts(piece.tensor) {
                 tch::no_grad(|| piece.of(read).f_copy_(&master))?;
                 owned.master = None;
+            } else if owned.master.is_none() {
+                // A copy: an alias would keep the whole tensor.
+                owned.master = Some(copied(&master)?);
             }
         }
-        self.fold = fold;
         Ok(())
     }
 
@@ -433,26 +411,13 @@ impl State {
         if changed.contains(&true) {
             self.weights = moved(parameters, dtype, &self.weights)?;
         }
-        let pieces: Vec<ParamShard> = self.owners.own().cloned().collect();
-        for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {
-            let read = &self.weights[piece.tensor];
-            match (changed[piece.tensor], read.kind()) {
-                (false, _) => {}
-                (true, Kind::Float) => {
-                    tch::no_grad(|| piece.of(read).f_copy_(&master))?;
-                    owned.master = None;
-                }
-                // A copy: an alias would keep the whole tensor.
-                (true, _) => owned.master = Some(copied(&master)?),
-            }
-        }
+        self.place_masters(&changed, masters)?;
         Ok(asks)
     }
 
     /// Work queued from here on may write this rank's pieces: it runs after a device's copies for a checkpoint.
     fn await_copies(&self) -> Result<()> {
-        let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
-        self.departures.order_after(device).map_err(refused)
+        self.departures.order_after(self.device()).map_err(refused)
     }
 
     /// Updates this rank's pieces by their gradients, given in the order of the pieces; `scales` are those of each
@@ -507,8 +472,7 @@ impl State {
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
         });
-        let device = self.weights.first().map_or(tch::Device::Cpu, Tensor::device);
-        let found = workers.map(Workers::batched(device, items), |items: Vec<_>| {
+        let found = workers.map(Workers::batched(self.device(), items), |items: Vec<_>| {
             let _watch = timing::part(timing::StepPart::StateSums);
             let mut slices = Vec::with_capacity(3 * items.len());
             for (piece, weight, first, second) in &items {
@@ -570,7 +534,7 @@ fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
             parts.push((&spec.parameters[piece.tensor], at + first..at + first + length, into));
         }
     }
-    let cores = match state.weights.first().map_or(Device::Cpu, Tensor::device) {
+    let cores = match state.device() {
         Device::Cpu => workers,
         _ => Workers::available(),
     };

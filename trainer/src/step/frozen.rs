@@ -41,7 +41,7 @@ impl<'a> FrozenModel<'a> {
         state: &State,
         workers: Workers,
     ) -> Result<FrozenModel<'a>> {
-        let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
+        let device = state.device();
         let biases = SharedTensors::new(&bias_tensors(device, &state.balance)?);
         let weights = state.read_as(&spec.parameters, spec.dtype_at(step), workers)?;
         let (model, weights) = (spec.model_at(step)?, SharedTensors::new(&weights));

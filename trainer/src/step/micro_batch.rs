@@ -11,12 +11,12 @@ use super::readout::{Detail, MicroBatchReport, MicroBatchSums};
 use super::rows::{input, inputs, place};
 use crate::audit::{self, AuditFraction};
 use crate::mesh::context::{SharedMicroBatch, SharedSink};
-use crate::mesh::sink::GradientChecksum;
+use crate::mesh::sink::MicroBatchSink;
 use crate::mesh::sum::GradientSum;
 use crate::model::{
     self, BatchBuffer, CheckedMicroBatch, GradientSink, MicroBatchContext, StagedMicroBatch,
 };
-use crate::refusal::refused;
+use crate::refusal::lost;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::workers::Workers;
@@ -66,8 +66,7 @@ impl StagedBatch {
 
 /// Starts to copy the micro-batches of `batch` to `device`.
 pub fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<StagedBatch> {
-    let stager = Stager::kept(device).map_err(|error| Fault::machine(error.to_string()))?;
-    StagedBatch::stage(spec, batch, &stager)
+    StagedBatch::stage(spec, batch, &*Stager::kept(device).map_err(lost)?)
 }
 
 /// The micro-batches of one step that this rank computes.
@@ -140,21 +139,18 @@ impl RankMicroBatches<'_> {
         let compute = |staged, how: MicroBatchContext<'_>, sink: &mut dyn GradientSink| {
             model::micro_batch(config, weights, biases, staged, label_count, how, sink)
         };
-        let (losses, checksum) = match (shared, sum) {
-            (Some(shared), _) => {
-                let into = sum.map(|(sum, _)| (sum, number));
+        let (into, at_once) =
+            (sum.map(|(sum, _)| (sum, number)), sum.is_some_and(|(_, flag)| flag));
+        let (losses, checksum) = match shared {
+            Some(shared) => {
                 let mut sink = SharedSink::new(shared, into);
                 let how =
                     MicroBatchContext { options, line: Some(shared.line), folded: shared.folded };
                 (compute(staged, how, &mut sink)?, sink.finish()?)
             }
-            (None, Some((sum, at_once))) => {
-                let mut sink = sum.sink(number, at_once);
-                (compute(staged, options.into(), &mut sink)?, sink.checksum()?)
-            }
-            (None, None) => {
-                let mut sink = GradientChecksum::default();
-                (compute(staged, options.into(), &mut sink)?, sink.total())
+            None => {
+                let mut sink = MicroBatchSink::new(into, at_once);
+                (compute(staged, options.into(), &mut sink)?, sink.finish()?)
             }
         };
         MicroBatchReport::of(losses, checksum, &input(batch, micro_batch), detail)
@@ -168,7 +164,7 @@ impl RankMicroBatches<'_> {
         first: &MicroBatchReport,
     ) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
-        let stager = Stager::kept(weights.weights[0].device()).map_err(refused)?;
+        let stager = Stager::kept(weights.weights[0].device()).map_err(lost)?;
         let staged = input(self.batch, micro_batch).stage(config, &stager)?;
         let second = self.once(micro_batch, weights, staged, None)?;
         let outcome = |said: &MicroBatchReport| {
@@ -189,15 +185,14 @@ pub fn micro_batch_alone(
 ) -> Result<MicroBatchSums> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
     let input = input(batch, micro_batch);
-    let stager = Stager::kept(model.device());
-    let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
+    let stager = Stager::kept(model.device()).map_err(lost)?;
     let (config, how) = (model.config(), model.options());
     let (staged, label_count) = (input.stage(config, &stager)?, batch.label_count.max(1));
     let compute = |staged, Weights { weights, biases }: Weights<'_>| {
-        let mut sink = GradientChecksum::default();
+        let mut sink = MicroBatchSink::new(None, true);
         let losses =
             model::micro_batch(config, weights, biases, staged, label_count, how, &mut sink)?;
-        Ok(MicroBatchReport::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
+        Ok(MicroBatchReport::of(losses, sink.finish()?, &input, Detail::Tokens)?.alone()?.0)
     };
     // On a separate worker, as in the run.
     let mut found = workers.map(vec![staged], |staged| {

@@ -8,10 +8,10 @@ use loader::OpenedCurriculum;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tch::Device;
+use tools::replay::whatif::imagine;
 use trainer::RunSpec;
 use trainer::change::{DocumentsBySource, WhatIfChange};
 use trainer::fork::{ForkRequest, fork};
-use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -74,9 +74,14 @@ fn an_amended_run_has_the_same_bits_in_parts_on_ranks_and_in_a_replay() {
     let mut state = replayer.state_after(7).unwrap();
     let mut silent = 0;
     for step in 8..=10 {
-        let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
-        assert_eq!(replayed.verdict, Verdict::SameBits, "step {step}: {:?}", replayed.difference);
-        silent += replayed.documents.iter().filter(|it| it.tokens > 1 && it.labels == 0).count();
+        let found = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
+        assert_eq!(
+            found.replayed.verdict,
+            Verdict::SameBits,
+            "step {step}: {:?}",
+            found.replayed.difference
+        );
+        silent += found.documents.iter().filter(|it| it.tokens > 1 && it.labels == 0).count();
     }
     assert!(silent > 0, "none of the banned documents was met: the test looks at nothing");
 }
@@ -89,7 +94,7 @@ fn a_ban_is_the_counterfactual_come_true() {
     let open =
         || Replayer::open(&scratch.path("plain"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = open().state_after(7).unwrap();
-    let documents = open().step(&mut state, Detail::Tokens).unwrap().documents;
+    let documents = tools::replay::step(&open(), &mut state, Detail::Tokens).unwrap().documents;
     let worst = documents.iter().find(|document| document.labels > 4).unwrap();
     let change = dropping(&[&worst.id]);
     let imagined = imagine(&mut open(), 8..10, &change).unwrap().steps;
@@ -218,7 +223,7 @@ fn numbers_change_from_their_step_on_and_no_step_before() {
         Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(4).unwrap();
     for step in 5..=10 {
-        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        let replayed = tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
         assert_eq!(replayed.verdict, Verdict::SameBits, "step {step}: {:?}", replayed.difference);
     }
 }

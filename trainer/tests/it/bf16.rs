@@ -61,7 +61,10 @@ fn a_replay_in_bf16_says_same_bits_and_another_kind_does_not() {
         let state = replayer.state_after(step - 1).unwrap();
         for micro_batch in 0..3 {
             assert_eq!(
-                replayer.micro_batch(&state, micro_batch).unwrap().verdict,
+                tools::replay::micro_batch(&replayer, &state, micro_batch)
+                    .unwrap()
+                    .replayed
+                    .verdict,
                 Verdict::SameBits
             );
         }

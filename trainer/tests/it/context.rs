@@ -80,7 +80,7 @@ fn other_attentions_have_one_ledger_for_every_degree() {
         let root = scratch.path("again");
         let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
         let mut state = replayer.state_after(3).unwrap();
-        let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+        let replayed = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap().replayed;
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
         let fault = export(replayer.spec(), &state, &scratch.path("hf")).unwrap_err();
         assert!(fault.to_string().contains("[model] layers"), "{fault}");
@@ -128,9 +128,9 @@ fn what_shared_ranks_have_otherwise_is_laid_to_all_of_them() {
     let root = scratch.path("run");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(7).unwrap();
-    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
-    assert_eq!(replayed.verdict, Verdict::RunHit, "{:?}", replayed.difference);
-    let found = replayed.narrowed.unwrap();
+    let again = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
+    assert_eq!(again.replayed.verdict, Verdict::RunHit, "{:?}", again.replayed.difference);
+    let found = again.narrowed.unwrap();
     assert_eq!((found.gradients, found.ranks, found.rank), (vec![4], Some(4), None));
     let whose = "ranks 2 and 3 of 4 shared it, as micro-batches 2, 3 and 4 in all";
     assert!(found.words.contains(whose), "{}", found.words);

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use contract::{Key, Purpose, draw, shell};
 use tch::Device;
 use tools::explain::{ExplainRequest, Explanation, RunChangeKind, Subject, explain};
+use tools::replay::flags::moved as moved_to;
 use trainer::World;
-use trainer::change;
 use trainer::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
@@ -51,7 +51,8 @@ fn subjects(found: &Explanation) -> Vec<Subject> {
 fn longest(scratch: &Scratch, run: &str, step: u64, count: usize) -> Vec<(String, u64)> {
     let mut replayer = open(scratch, run);
     let mut state = replayer.state_after(step - 1).unwrap();
-    let mut documents = replayer.step(&mut state, Detail::Tokens).unwrap().documents;
+    let mut documents =
+        tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap().documents;
     documents.sort_by_key(|document| std::cmp::Reverse(document.labels));
     documents.truncate(count);
     documents.into_iter().map(|document| (document.id, document.tokens)).collect()
@@ -133,7 +134,7 @@ fn three_poisoned_documents_are_named_first() {
     let (workers, ranks) = (Workers::new(2), ReplayParallelism::default());
     let mut moved = Replayer::open_with(&root, &stores, &world, workers, ranks).unwrap();
     let request = ExplainRequest { step: STEP, window: 8, top: 5, tokens: 2 };
-    let (next, flag) = (explain(&mut moved, request).unwrap().next, change::moved(&stores));
+    let (next, flag) = (explain(&mut moved, request).unwrap().next, moved_to(&stores));
     assert!(flag.ends_with("moved store'"), "{flag}");
     assert!(next.len() == 2 && next.iter().all(|next| next.contains(&flag)), "{next:?}");
     // JSON highlights exactly the same documents.
@@ -314,7 +315,8 @@ fn a_flipped_bit_in_a_weight_is_named() {
     values[100] = f32::from_bits(values[100].to_bits() ^ (1 << 29));
     let shape = state.weights[0].size();
     state.weights[0] = tch::Tensor::from_slice(&values).reshape(shape);
-    let record = replayer.step(&mut state, Detail::Sums).unwrap().record.unwrap();
+    let record =
+        tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed.record.unwrap();
     Ledger::open(&scratch.path("run/ledger.jsonl"))
         .unwrap()
         .unwrap()

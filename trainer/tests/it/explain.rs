@@ -7,10 +7,11 @@ use contract::{Class, Result};
 use loader::{Batch, OpenedCurriculum};
 use tch::{Device, Tensor};
 use tools::compare::compare;
+use tools::replay::ExplainedReplay;
+use tools::replay::attribute::{AttributionOptions, attribute};
+use tools::replay::whatif::{WhatIfStep, imagine};
 use trainer::change::{WhatIfChange, rate_at};
-use trainer::replay::attribute::{AttributionOptions, attribute};
-use trainer::replay::whatif::{WhatIfStep, imagine};
-use trainer::replay::{Executor, ReplayParallelism, Replayed, Replayer, ThisMachine, Verdict};
+use trainer::replay::{Executor, ReplayParallelism, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
 use trainer::step::{ComputedMicroBatches, Detail, MicroBatchSums, StepContext};
 use trainer::workers::Workers;
@@ -36,10 +37,10 @@ pub(crate) fn dropping(ids: &[&str]) -> WhatIfChange {
     }
 }
 
-fn replay(scratch: &Scratch, run: &str, step: u64) -> Replayed {
+fn replay(scratch: &Scratch, run: &str, step: u64) -> ExplainedReplay {
     let mut replayer = open(scratch, run);
     let mut state = replayer.state_after(step - 1).unwrap();
-    replayer.step(&mut state, Detail::Tokens).unwrap()
+    tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap()
 }
 
 #[test]
@@ -48,13 +49,16 @@ fn any_step_comes_back_with_the_same_bits_and_leaves_no_trace() {
     scratch.train("run");
     let before = scratch.tree("run");
     for step in [1, 2, 6, 7, 10] {
-        let replayed = replay(&scratch, "run", step);
+        let replayed = replay(&scratch, "run", step).replayed;
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
         let mut replayer = open(&scratch, "run");
         let state = replayer.state_after(step - 1).unwrap();
         for micro_batch in 0..replayed.record.as_ref().unwrap().micro_batches() as u64 {
             assert_eq!(
-                replayer.micro_batch(&state, micro_batch).unwrap().verdict,
+                tools::replay::micro_batch(&replayer, &state, micro_batch)
+                    .unwrap()
+                    .replayed
+                    .verdict,
                 Verdict::SameBits
             );
         }
@@ -71,7 +75,7 @@ fn a_wrong_number_in_the_ledger_is_the_runs_own() {
         line["micro_batch_grad_checksums"] =
             format!("{}{}", &text[..16], "0123456789abcdef0123456789abcdef").into();
     });
-    let replayed = replay(&scratch, "run", 4);
+    let replayed = replay(&scratch, "run", 4).replayed;
     assert_eq!(replayed.verdict, Verdict::RunHit);
     assert_eq!(replayed.difference.unwrap().quantity, "gradient of micro-batch 1");
     for words in [
@@ -83,8 +87,14 @@ fn a_wrong_number_in_the_ledger_is_the_runs_own() {
     }
     let mut replayer = open(&scratch, "run");
     let state = replayer.state_after(3).unwrap();
-    assert_eq!(replayer.micro_batch(&state, 0).unwrap().verdict, Verdict::SameBits);
-    assert_eq!(replayer.micro_batch(&state, 2).unwrap().verdict, Verdict::RunHit);
+    assert_eq!(
+        tools::replay::micro_batch(&replayer, &state, 0).unwrap().replayed.verdict,
+        Verdict::SameBits
+    );
+    assert_eq!(
+        tools::replay::micro_batch(&replayer, &state, 2).unwrap().replayed.verdict,
+        Verdict::RunHit
+    );
     let fault = replayer.state_after(5).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
     assert!(fault.to_string().contains("step 4"), "{fault}");
@@ -160,17 +170,17 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
         let mut replayer = open(&scratch, "run");
         let mut state = replayer.state_after(4).unwrap();
         let replayer = replayer.computed_by(machine);
-        let replayed = replayer.micro_batch(&state, 1).unwrap();
-        assert_eq!(replayed.verdict, wanted);
+        let found = tools::replay::micro_batch(&replayer, &state, 1).unwrap();
+        assert_eq!(found.replayed.verdict, wanted);
         let quantity =
             (wanted != Verdict::SameBits).then(|| "gradient of micro-batch 1".to_owned());
-        assert_eq!(replayed.difference.map(|found| found.quantity), quantity);
-        let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
-        assert_eq!(replayed.verdict, wanted);
+        assert_eq!(found.replayed.difference.map(|found| found.quantity), quantity);
+        let found = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
+        assert_eq!(found.replayed.verdict, wanted);
         let name = &replayer.spec().parameters[3].name;
         let quantity = (wanted != Verdict::SameBits).then(|| format!("summed gradient of {name}"));
-        assert_eq!(replayed.difference.map(|found| found.quantity), quantity);
-        assert!(!replayed.documents.is_empty());
+        assert_eq!(found.replayed.difference.map(|found| found.quantity), quantity);
+        assert!(!found.documents.is_empty());
     }
     // On the way to the requested step it is an error with the same words.
     let fault = open(&scratch, "run").computed_by(Failing::new(1, false)).state_after(8);
@@ -184,8 +194,14 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
     let mut replayer = open(&scratch, "part");
     let mut state = replayer.state_after(3).unwrap();
     let replayer = replayer.computed_by(Failing::new(0, false));
-    assert_eq!(replayer.micro_batch(&state, 0).unwrap().verdict, Verdict::NotRecorded);
-    assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::NotRecorded);
+    assert_eq!(
+        tools::replay::micro_batch(&replayer, &state, 0).unwrap().replayed.verdict,
+        Verdict::NotRecorded
+    );
+    assert_eq!(
+        tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed.verdict,
+        Verdict::NotRecorded
+    );
 }
 
 /// A run in whose memory a weight's bit flipped, seen from a correct machine, and from one with other kernels.
@@ -210,7 +226,7 @@ fn what_differs_first_decides_what_a_replay_says() {
     for (field, verdict, words) in cases {
         std::fs::write(&ledger, &whole).unwrap();
         forge(&ledger, 4, flip(field));
-        let replayed = replay(&scratch, "run", 4);
+        let replayed = replay(&scratch, "run", 4).replayed;
         assert_eq!(replayed.verdict, verdict, "{field}");
         assert!(replayed.advice.contains(words), "{field}: {}", replayed.advice);
         let mut other = table();
@@ -218,7 +234,7 @@ fn what_differs_first_decides_what_a_replay_says() {
         let mut replayer =
             Replayer::open(&scratch.path("run"), &other, Device::Cpu, Workers::new(2)).unwrap();
         let mut state = replayer.state_after(3).unwrap();
-        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        let replayed = tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
         assert_eq!(replayed.verdict, Verdict::Repeatable, "{field}");
         let kernels = replayed.advice.contains("software or kernels changed since the run: ");
         assert_eq!(kernels, field != "batch_digest", "{}", replayed.advice);
@@ -240,7 +256,10 @@ fn a_store_that_moved_is_named() {
     assert!(gone.class() == Class::Data && gone.to_string().contains("--store"), "{gone}");
     let mut replayer = open(&[scratch.path("moved")]).unwrap();
     let mut state = replayer.state_after(1).unwrap();
-    assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::SameBits);
+    assert_eq!(
+        tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed.verdict,
+        Verdict::SameBits
+    );
     let two = [scratch.path("moved"), scratch.path("moved")];
     assert_eq!(open(&two).map(|_| ()).unwrap_err().class(), Class::Usage);
     scratch.write_other_store("other", ["web", "math"], 9);
@@ -278,9 +297,8 @@ fn documents_account_for_every_label_and_all_of_the_loss() {
     let scratch = Scratch::new();
     scratch.train("run");
     for step in [3, 8] {
-        let replayed = replay(&scratch, "run", step);
+        let ExplainedReplay { replayed, documents, .. } = replay(&scratch, "run", step);
         let record = replayed.record.unwrap();
-        let documents = replayed.documents;
         assert_eq!(
             documents.iter().map(|document| document.labels).sum::<u64>(),
             record.label_count
@@ -373,7 +391,7 @@ fn gradients_of_single_documents_add_up_to_that_of_the_step() {
         let all = AttributionOptions { documents: usize::MAX, subsets: 0 };
         let found = attribute(&mut open(&scratch, run), 6..7, all).unwrap();
         assert_eq!(found.lds, None);
-        let record = replay(&scratch, run, 6).record.unwrap();
+        let record = replay(&scratch, run, 6).replayed.record.unwrap();
         let (labels, lr) = (record.label_count as f64, record.lr());
         assert_eq!(found.documents.iter().map(|one| one.labels).sum::<u64>(), record.label_count);
         // predicted = -lr ((whole - own) / (labels - n) - whole / labels), solved for own.
@@ -401,7 +419,7 @@ fn products_of_gradients_are_what_is_predicted_where_nothing_moves() {
     scratch.run(&path, "run", stop_after(8)).unwrap();
     let effort = AttributionOptions { documents: 6, subsets: 3 };
     let found = attribute(&mut open(&scratch, "run"), 6..7, effort).unwrap();
-    let record = replay(&scratch, "run", 6).record.unwrap();
+    let record = replay(&scratch, "run", 6).replayed.record.unwrap();
     let (labels, lr) = (record.label_count as f64, record.lr());
     let whole = -found.predicted_step / lr * labels;
     for one in &found.documents {
@@ -436,9 +454,9 @@ fn a_step_that_diverged_can_be_looked_at() {
     ];
     let path = scratch.edited("run.toml", &wild);
     scratch.run(&path, "run", |_| ()).unwrap_err();
-    let replayed = replay(&scratch, "run", 2);
+    let ExplainedReplay { replayed, documents, .. } = replay(&scratch, "run", 2);
     assert_eq!(replayed.verdict, Verdict::NotRecorded);
-    assert!(replayed.diverged.is_some() && !replayed.documents.is_empty());
+    assert!(replayed.diverged.is_some() && !documents.is_empty());
     let fault = open(&scratch, "run").state_after(2).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage);
 }

@@ -130,7 +130,7 @@ fn a_folded_run_goes_on_under_another_degree() {
     let root = scratch.path("parts");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(6).unwrap();
-    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+    let replayed = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap().replayed;
     assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
 }
 

@@ -9,11 +9,11 @@ use serde_json::Value;
 use storage::crash::Recording;
 use tch::Device;
 use tools::compare::compare;
+use tools::replay::whatif::imagine;
 use trainer::ExecOptions;
 use trainer::change::WhatIfChange;
 use trainer::checkpoint::Retention;
 use trainer::fork::{ForkRequest, Forked, fork};
-use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -55,7 +55,7 @@ fn documents(scratch: &Scratch, step: u64) -> Vec<String> {
     let mut replayer =
         Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(step - 1).unwrap();
-    let documents = replayer.step(&mut state, Detail::Tokens).unwrap().documents;
+    let documents = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap().documents;
     documents.into_iter().filter(|one| one.labels > 4).map(|one| one.id).collect()
 }
 
@@ -101,7 +101,7 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     for step in [2, 5, 6, 10] {
         let mut replayer = open("fork");
         let mut state = replayer.state_after(step - 1).unwrap();
-        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        let replayed = tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
         assert_eq!(replayed.verdict, Verdict::SameBits, "step {step}: {:?}", replayed.difference);
     }
     let answer = compare(&scratch.path("run"), &scratch.path("fork")).unwrap();

@@ -4,8 +4,8 @@
 use serde_json::Value;
 use tch::Device;
 use tools::compare::compare;
+use tools::replay::whatif::imagine;
 use trainer::change::WhatIfChange;
-use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -176,7 +176,7 @@ fn windows_survive_stops_ranks_and_replays() {
     for step in [5, SPIKE as u64, 8, 10] {
         let mut replayer = open();
         let mut state = replayer.state_after(step - 1).unwrap();
-        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        let replayed = tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
     }
     // Counterfactual steps are judged by the same windows, and report the decision.
@@ -259,7 +259,8 @@ fn a_step_without_labels_moves_nothing() {
         let mut replayer = Replayer::open(&run, &table(), Device::Cpu, Workers::new(2)).unwrap();
         let mut state = replayer.state_after(4).unwrap();
         for step in 5..=7 {
-            let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+            let replayed =
+                tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
             assert_eq!(replayed.verdict, Verdict::SameBits, "{step}: {:?}", replayed.difference);
         }
     }
@@ -298,7 +299,7 @@ fn a_loss_that_is_not_finite_is_passed_where_the_curriculum_says_so() {
     let replay = scratch.path("whole");
     let mut replayer = Replayer::open(&replay, &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(step).unwrap();
-    let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+    let replayed = tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
     assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
 }
 

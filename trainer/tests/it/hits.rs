@@ -8,12 +8,12 @@ use kernels::group::Transport;
 use loader::{Batch, OpenedCurriculum};
 use serde_json::json;
 use tch::{Device, Tensor};
+use tools::replay::narrow::LocatedDifference;
 use trainer::RunSpec;
 use trainer::checkpoint::{Checkpoints, Snapshot, StateLayout, TensorSet};
 use trainer::ledger::{Ledger, StepRecord};
 use trainer::mesh::{Degrees, GradReduce, ProcessMesh};
 use trainer::model::Cut;
-use trainer::replay::narrow::LocatedDifference;
 use trainer::replay::{Replayer, Verdict, meet};
 use trainer::state::State;
 use trainer::state::ownership::{Ownership, ParamShard};
@@ -142,9 +142,9 @@ fn narrowed(scratch: &Scratch) -> LocatedDifference {
     let root = scratch.path("run");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(STEP - 1).unwrap();
-    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
-    assert_eq!(replayed.verdict, Verdict::RunHit, "{:?}", replayed.difference);
-    replayed.narrowed.unwrap()
+    let found = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
+    assert_eq!(found.replayed.verdict, Verdict::RunHit, "{:?}", found.replayed.difference);
+    found.narrowed.unwrap()
 }
 
 fn name(scratch: &Scratch, piece: &ParamShard) -> String {

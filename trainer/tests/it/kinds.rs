@@ -101,7 +101,8 @@ fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
         let mut replayer = Replayer::open(&root, &table(), Device::Cpu, workers).unwrap();
         let mut state = replayer.state_after(3).unwrap();
         for _ in 4..=10 {
-            let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+            let replayed =
+                tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap().replayed;
             assert_eq!(replayed.verdict, Verdict::SameBits, "{kinds}: {:?}", replayed.difference);
         }
         let exported = export(replayer.spec(), &state, &scratch.path("hf"));

@@ -51,9 +51,9 @@ fn ranks_stops_and_replays_know_the_objectives() {
     let mut replayer =
         Replayer::open(&scratch.path("alone"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(4).unwrap();
-    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
-    assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
-    for document in &replayed.documents {
+    let found = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
+    assert_eq!(found.replayed.verdict, Verdict::SameBits, "{:?}", found.replayed.difference);
+    for document in &found.documents {
         let weight = document.loss_weight.as_deref();
         assert_eq!(weight, (document.source == "web").then_some("3/2"), "{}", document.id);
     }

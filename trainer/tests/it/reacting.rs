@@ -8,9 +8,9 @@ use contract::{Class, Digest, chain};
 use loader::{OpenedCurriculum, PrefetchOptions};
 use serde_json::Value;
 use tch::Device;
+use tools::replay::whatif::imagine;
 use trainer::change::WhatIfChange;
 use trainer::fork::{ForkRequest, fork};
-use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -100,7 +100,7 @@ fn what_a_run_read_is_known_from_its_ledger() {
         Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(6).unwrap();
     for step in 7..=STEPS {
-        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        let replayed = tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
         assert_eq!(replayed.verdict, Verdict::SameBits, "step {step}: {:?}", replayed.difference);
     }
 }
@@ -113,7 +113,7 @@ fn a_fork_reacts_to_its_own_losses() {
     let open =
         || Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = open().state_after(4).unwrap();
-    let documents = open().step(&mut state, Detail::Tokens).unwrap().documents;
+    let documents = tools::replay::step(&open(), &mut state, Detail::Tokens).unwrap().documents;
     let change = WhatIfChange {
         lr: Some(0.3),
         ..dropping(&[&documents.iter().find(|document| document.labels > 4).unwrap().id])

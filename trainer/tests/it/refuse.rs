@@ -60,7 +60,8 @@ fn what_a_phase_is_called_decides_nothing() {
         Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(3).unwrap();
     for _ in 4..=10 {
-        let replayed = replayer.step(&mut state, step::Detail::Sums).unwrap();
+        let replayed =
+            tools::replay::step(&replayer, &mut state, step::Detail::Sums).unwrap().replayed;
         assert_eq!(replayed.difference, None);
     }
 }

@@ -9,9 +9,9 @@ use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
 use loader::Batch;
 use tch::Device;
+use tools::replay::whatif::imagine;
 use trainer::World;
 use trainer::change::WhatIfChange;
-use trainer::replay::whatif::imagine;
 use trainer::replay::{Executor, ReplayParallelism, Replayer, SavedStateLimits, Verdict, meet};
 use trainer::state::State;
 use trainer::step::{ComputedMicroBatches, Detail, StepContext};
@@ -95,7 +95,8 @@ fn the_second_question_about_a_step_computes_nothing_on_the_way() {
     assert_eq!(kept(&scratch, "run").len(), 1);
     assert!(before == own(&scratch, "run"), "what the run wrote was changed");
     let mut state = open(&scratch, "run").state_after(8).unwrap();
-    let replayed = open(&scratch, "run").step(&mut state, Detail::Tokens).unwrap();
+    let replayed =
+        tools::replay::step(&open(&scratch, "run"), &mut state, Detail::Tokens).unwrap().replayed;
     assert_eq!(replayed.verdict, Verdict::SameBits);
 }
 
@@ -215,7 +216,7 @@ fn several_ranks_replay_as_one_does() {
     scratch.train("run");
     let mut alone = open(&scratch, "run");
     let mut state = alone.state_after(8).unwrap();
-    let wanted = alone.step(&mut state, Detail::Tokens).unwrap();
+    let wanted = tools::replay::step(&alone, &mut state, Detail::Tokens).unwrap();
     let change = WhatIfChange { lr: Some(1e-4), ..WhatIfChange::default() };
     let imagined = imagine(&mut alone, 8..10, &change).unwrap();
     let by_one: BTreeMap<_, _> = scratch.tree("run");
@@ -225,19 +226,25 @@ fn several_ranks_replay_as_one_does() {
             let is_rank_0 = world.comm.rank() == 0;
             let mut replayer = as_rank(&scratch, "run", world, "step 9").unwrap().keeping(KEEP);
             let mut state = replayer.state_after(8).unwrap();
-            let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+            let replayed = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
             let imagined = imagine(&mut replayer, 8..10, &change).unwrap();
             replayer.end().unwrap();
             assert_eq!(replayer.is_rank_0(), is_rank_0);
             (replayed, imagined)
         });
         for (rank, (found, other)) in answers.into_iter().enumerate() {
-            assert_eq!(found.verdict, Verdict::SameBits, "{:?}", found.difference);
+            assert_eq!(
+                found.replayed.verdict,
+                Verdict::SameBits,
+                "{:?}",
+                found.replayed.difference
+            );
             assert_eq!(found.documents, if rank == 0 { wanted.documents.clone() } else { vec![] });
             let parameters = &alone.spec().names();
-            let (one, two) = (found.record.unwrap(), wanted.record.as_ref().unwrap());
+            let (one, two) =
+                (found.replayed.record.unwrap(), wanted.replayed.record.as_ref().unwrap());
             assert_eq!(one.difference(two, parameters), None);
-            let steps = |answer: &trainer::replay::whatif::WhatIfSteps| {
+            let steps = |answer: &tools::replay::whatif::WhatIfSteps| {
                 answer.steps.iter().map(|step| (step.was, step.would_be)).collect::<Vec<_>>()
             };
             assert_eq!(steps(&other), steps(&imagined));

@@ -50,8 +50,8 @@ fn norms_by_layer_are_norms_and_sums_by_source_are_those_of_its_documents() {
         let mut state = replayer.state_after(step - 1).unwrap();
         let before: Vec<Tensor> = state.weights.iter().map(Tensor::copy).collect();
         let gradient = gradient(&replayer, &state);
-        let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
-        let (record, documents) = (replayed.record.unwrap(), replayed.documents);
+        let found = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
+        let (record, documents) = (found.replayed.record.unwrap(), found.documents);
         assert_norms(&record.layer_gradient_norms, &gradient, &names, 1e-9);
         let moved = before.iter().zip(&state.weights);
         let moved: Vec<f64> = moved.map(|(old, new)| squares(&(new - old))).collect();

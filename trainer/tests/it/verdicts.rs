@@ -123,7 +123,8 @@ impl Study {
     fn longest(&self, run: &str, step: u64, count: usize) -> Vec<String> {
         let mut replayer = self.open(run);
         let mut state = replayer.state_after(step - 1).unwrap();
-        let mut documents = replayer.step(&mut state, Detail::Tokens).unwrap().documents;
+        let mut documents =
+            tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap().documents;
         documents.sort_by_key(|document| std::cmp::Reverse(document.labels));
         documents.into_iter().take(count).map(|document| document.id).collect()
     }
@@ -364,7 +365,11 @@ fn machines(study: &mut Study) {
         values[100] = f32::from_bits(values[100].to_bits() ^ (1 << 29));
         let shape = state.weights[0].size();
         state.weights[0] = tch::Tensor::from_slice(&values).reshape(shape);
-        let record = replayer.step(&mut state, Detail::Sums).unwrap().record.unwrap();
+        let record = tools::replay::step(&replayer, &mut state, Detail::Sums)
+            .unwrap()
+            .replayed
+            .record
+            .unwrap();
         let ledger = study.scratch.path(run).join("ledger.jsonl");
         Ledger::open(&ledger).unwrap().unwrap().append(&record, None).unwrap();
         study.case("a bit of a weight", run, 51, Wanted::Subject(Subject::Bits));

@@ -148,7 +148,7 @@ fn losses_by_source_are_those_of_its_documents() {
     for step in [2, 8] {
         let mut replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2)).unwrap();
         let mut state = replayer.state_after(step - 1).unwrap();
-        let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+        let replayed = tools::replay::step(&replayer, &mut state, Detail::Tokens).unwrap();
         for source in ["web", "math"] {
             let own = replayed.documents.iter().filter(|document| document.source == source);
             let (loss, labels) = own.fold((0.0, 0), |(loss, labels), document| {

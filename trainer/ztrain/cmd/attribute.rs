@@ -2,7 +2,7 @@
 
 use contract::Result;
 use contract::terminal::{name, print_raw};
-use trainer::replay::attribute::Attribution;
+use tools::replay::attribute::Attribution;
 
 /// Prints the documents with what leaving them out does to the target, and how well that was predicted.
 pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {

@@ -8,13 +8,15 @@ use contract::terminal::{name, print_raw};
 use contract::{Class, Fault, Result, shell, words};
 use serde_json::json;
 use store::Location;
+use tools::replay::attribute::{AttributionOptions, attribute};
+use tools::replay::documents::DocumentLoss;
+use tools::replay::flags::words as words_of;
+use tools::replay::texts::{DocumentText, texts};
+use tools::replay::whatif::imagine;
+use tools::replay::{ExplainedReplay, micro_batch, step};
 use trainer::World;
 use trainer::launch::spawned_us;
 use trainer::optim::guard::Skipped;
-use trainer::replay::attribute::{AttributionOptions, attribute};
-use trainer::replay::documents::DocumentLoss;
-use trainer::replay::texts::DocumentText;
-use trainer::replay::whatif::imagine;
 use trainer::replay::{ReplayParallelism, Replayed, Replayer, Verdict, meet};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -132,7 +134,7 @@ pub(crate) fn exec(mut args: Args) -> Result<u8> {
 /// The run, opened by this rank.
 fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer> {
     let (grad_reduce, flat) = args.ranks.ways();
-    let (asked, changed) = (steps(args), args.changes.change().words().join(", "));
+    let (asked, changed) = (steps(args), words_of(&args.changes.change()).join(", "));
     let one = args.micro_batch.map_or("all".to_owned(), |number| number.to_string());
     let asked = vec![
         words::steps(asked.start, asked.end.saturating_sub(1)),
@@ -200,25 +202,25 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
 fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8> {
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut code = 0;
-    for step in steps.clone().step_by(usize::try_from(args.every).unwrap_or(usize::MAX)) {
-        if state.step + 1 != step {
-            state = replayer.state_after(step - 1)?;
+    for number in steps.clone().step_by(usize::try_from(args.every).unwrap_or(usize::MAX)) {
+        if state.step + 1 != number {
+            state = replayer.state_after(number - 1)?;
         }
         let before = state.step;
         if args.micro_batch.is_some() {
             replayer.hold_whole(&mut state)?;
         }
-        let replayed = match args.micro_batch {
+        let found = match args.micro_batch {
             // One rank computes it by itself.
             Some(_) if !replayer.is_rank_0() => continue,
-            Some(micro_batch) => replayer.micro_batch(&state, micro_batch)?,
-            None => replayer.step(&mut state, Detail::Tokens)?,
+            Some(number) => micro_batch(replayer, &state, number)?,
+            None => step(replayer, &mut state, Detail::Tokens)?,
         };
         if replayer.is_rank_0() {
-            let texts = replayer.texts(&replayed, args.texts)?;
-            print_replayed(args, &replayed, &texts, steps.end - steps.start == 1)?;
+            let texts = texts(replayer, &found, args.texts)?;
+            print_replayed(args, &found, &texts, steps.end - steps.start == 1)?;
         }
-        code = code.max(exit_code(&replayed));
+        code = code.max(exit_code(&found.replayed));
         if state.step == before && args.every == 1 {
             break;
         }
@@ -287,12 +289,13 @@ fn exit_code(replayed: &Replayed) -> u8 {
 
 fn print_replayed(
     args: &Args,
-    replayed: &Replayed,
+    found: &ExplainedReplay,
     texts: &[Vec<DocumentText>],
     alone: bool,
 ) -> Result<()> {
+    let ExplainedReplay { replayed, narrowed, documents } = found;
     if args.json {
-        let mut line = json!(replayed);
+        let mut line = json!(found);
         line["verdict_words"] = json!(replayed.verdict.words());
         if !texts.is_empty() {
             line["texts"] = json!(texts);
@@ -311,7 +314,7 @@ fn print_replayed(
         print_line!("  first difference: {}", found.quantity);
         print_line!("    ledger: {}\n    here:   {}", found.left, found.right);
     }
-    if let Some(narrowed) = &replayed.narrowed {
+    if let Some(narrowed) = narrowed {
         print_line!("  narrowed: {}", narrowed.words);
     }
     if let Some(fault) = &replayed.diverged {
@@ -332,11 +335,11 @@ fn print_replayed(
     if !alone {
         return Ok(());
     }
-    print_documents(&replayed.documents, args.top)?;
+    print_documents(documents, args.top)?;
     if !texts.is_empty() {
-        return print_texts(&replayed.documents, texts);
+        return print_texts(documents, texts);
     }
-    let worst = replayed.documents.first().and_then(|document| document.sequences.first());
+    let worst = documents.first().and_then(|document| document.sequences.first());
     if let Some(sequence) = worst {
         let (run, step) = (shell::path(&args.run.path().join("run.toml")), replayed.step);
         // `zdata batch` looks for stores where the run's curriculum says.

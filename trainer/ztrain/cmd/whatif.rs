@@ -8,9 +8,10 @@ use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
 use tools::chart::Chart;
-use trainer::change::{self, WhatIfChange};
+use tools::replay::flags;
+use tools::replay::whatif::WhatIfSteps;
+use trainer::change::WhatIfChange;
 use trainer::optim::guard::Skipped;
-use trainer::replay::whatif::WhatIfSteps;
 
 use super::drawing::Drawing;
 
@@ -62,8 +63,7 @@ fn next(run: &Path, stores: &[Location], change: &WhatIfChange, first: u64) -> [
     let mut name = whole.file_name().unwrap_or_default().to_owned();
     name.push(format!("-from-{first}"));
     let (before, new) = (first - 1, whole.with_file_name(name));
-    let moved = change::moved(stores);
-    let flags = change.flags();
+    let (moved, flags) = (flags::moved(stores), flags::flags(change));
     [
         format!(
             "ztrain fork {} --step {before} --out {}{moved}{flags}",
@@ -107,7 +107,7 @@ pub(crate) fn print(asked: &WhatIfRequest<'_>, answer: &WhatIfSteps) -> Result<(
         });
         return print_raw(&format!("{answer}\n"));
     }
-    print_line!("WHAT IF, not a replay: {}", change.words().join(", "));
+    print_line!("WHAT IF, not a replay: {}", flags::words(change).join(", "));
     print_line!(
         "{:>8} {:>14} {:>14} {:>12} {:>12} {:>8}",
         "step",
@@ -154,7 +154,7 @@ fn chart(asked: &WhatIfRequest<'_>, answer: &WhatIfSteps) -> Chart {
     let at = |step: u64| step as f64;
     let was = answer.steps.iter().filter_map(|one| Some((at(one.step), one.was?.0)));
     let would_be = answer.steps.iter().map(|one| (at(one.step), one.would_be.0));
-    let words = asked.change.words().join(", ");
+    let words = flags::words(asked.change).join(", ");
     Chart {
         title: format!("loss over steps; not a replay: {words}"),
         log: false,

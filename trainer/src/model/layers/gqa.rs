@@ -11,7 +11,7 @@ use kernels::ops::{OpsTable, ParamGradient};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use super::heads::{below, columns, rows, shards, together};
+use super::heads::{below, columns, rows, shards};
 use super::softmax::{
     SavedSoftmax, ShardedAttention, SoftmaxGrads, back_over_shards, largest_of, over_shards,
 };
@@ -289,10 +289,10 @@ impl Gqa {
     ) -> contract::Result<()> {
         for (which, id) in [self.q_proj, self.k_proj, self.v_proj].into_iter().enumerate() {
             let parts = shards.iter().map(|shard| shard.rows(which)).collect::<Result<Vec<_>>>();
-            emit(sink, id, parts.and_then(|parts| together(&parts, 0)).map_err(refused)?)?;
+            emit(sink, id, parts.and_then(|parts| joined(&parts, 0)).map_err(refused)?)?;
         }
         let outs: Vec<Tensor> = shards.iter().map(|shard| shard.o_proj.shallow_clone()).collect();
-        emit(sink, self.o_proj, together(&outs, 1).map_err(refused)?)?;
+        emit(sink, self.o_proj, joined(&outs, 1).map_err(refused)?)?;
         let norms = shards.into_iter().filter_map(|shard| shard.norms).collect();
         let norms = over_heads(ops, norms).map_err(refused)?;
         let norms = self.norms.into_iter().flatten().zip(norms.into_iter().flatten());

@@ -10,6 +10,7 @@ use kernels::ops::{OpsTable, ParamGradient};
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
+use crate::model::cut::joined;
 use crate::model::layer::Pass;
 
 /// Heads of attention that are computed together.
@@ -95,7 +96,7 @@ impl HeadsGrads {
                 let rows = [queries, keys, current, delayed];
                 shard.proj.f_narrow(0, rows[..which].iter().sum(), rows[which])
             });
-            together(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)
+            joined(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)
         };
         let all = |of: fn(&HeadsGrads) -> &Tensor| {
             shards.iter().map(|shard| of(shard).shallow_clone()).collect::<Vec<_>>()
@@ -104,7 +105,7 @@ impl HeadsGrads {
             projections: [rows(0)?, rows(1)?, rows(2)?, rows(3)?],
             vectors,
             grouped: channels(&all(|own| &own.grouped), query)?,
-            o_proj: together(&all(|own| &own.o_proj), 1)?,
+            o_proj: joined(&all(|own| &own.o_proj), 1)?,
         })
     }
 
@@ -174,14 +175,6 @@ pub(super) fn rows(weight: &Tensor, ranges: &[Range<i64>]) -> Result<Tensor> {
 /// Some columns, contiguous: a matmul's bits may depend on the layout of its rows.
 pub(super) fn columns(weight: &Tensor, range: Range<i64>) -> Result<Tensor> {
     Ok(weight.f_narrow(1, range.start, range.end - range.start)?.f_contiguous()?)
-}
-
-/// Concatenates the parts of shards along `dim`.
-pub(super) fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
-    match parts {
-        [whole] => Ok(whole.shallow_clone()),
-        parts => Ok(Tensor::f_cat(parts, dim)?),
-    }
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@ use contract::{Fault, Result};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use super::heads::{columns, rows, together};
+use super::heads::{columns, rows};
 use crate::model::ZayaConfig;
+use crate::model::cut::joined;
 use crate::model::gradients::{Gradients, emit};
 use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, taken};
 use crate::model::param::{ParamDeclarations, ParamId};
@@ -154,7 +155,7 @@ impl Mlp {
         }
         let whole = passing.into_iter().map(|BackwardChunk { saved, weights, sum, .. }| {
             let [gate, up, down] = &weights;
-            let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
+            let weights = [joined(gate, 0)?, joined(up, 0)?, joined(down, 1)?];
             Ok((sum.total()?.f_to_kind(saved.x.kind())?, weights))
         });
         whole.collect()

@@ -23,10 +23,10 @@ use loader::Batch;
 use serde::Serialize;
 use tch::Tensor;
 
+use crate::replay::documents::{DocumentLoss, DocumentPlace};
 use trainer::model::{self, GradientSink, MicroBatchInput, ParamId};
 use trainer::optim::norm;
 use trainer::refusal::refused;
-use trainer::replay::documents::{DocumentLoss, DocumentPlace};
 use trainer::spec::RunSpec;
 use trainer::state::State;
 use trainer::state::ownership::ParamShard;

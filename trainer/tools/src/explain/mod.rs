@@ -1,7 +1,7 @@
 //! Explains a step: one sentence, then the evidence for it.
 //!
 //! ```text
-//! replay       recomputes the step and compares bits                               replay::narrow
+//! replay       recomputes the step and compares bits                               crate::replay::narrow
 //! documents    excess loss, gradient and alignment of each; the worst first       documents, tokens
 //! removal      the step without the worst of them, exactly                        removal
 //! moved        how far loss, norm, updates and speed are from usual               moved, speed
@@ -44,14 +44,19 @@ pub use verdict::{Finding, Subject};
 use documents::StepGradient;
 use history::PreviousSteps;
 use removal::RemovalReplay;
-use trainer::change::{self, flag, rate_at};
+
+use crate::replay::documents::DocumentLoss;
+use crate::replay::flags::{flag, moved};
+use crate::replay::narrow::LocatedDifference;
+use crate::replay::texts::TextDecoder;
+use crate::replay::{ExplainedReplay, step_from};
+use trainer::change::rate_at;
 use trainer::ledger::StepRecord;
 use trainer::optim::norm;
-use trainer::replay::documents::DocumentLoss;
-use trainer::replay::narrow::LocatedDifference;
-use trainer::replay::texts::TextDecoder;
 use trainer::replay::{Replayer, Verdict, tokens as tokens_of};
+use trainer::spec::RunSpec;
 use trainer::state::State;
+use trainer::step::{Detail, ReducedGradient};
 
 /// The step to explain, and how much to compute.
 #[derive(Clone, Copy, Debug)]
@@ -149,30 +154,30 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     let history = || PreviousSteps::read(replayer.ledger(), step, window);
     let history = replayer.timed("window", history)?;
     let mut after = before.copy()?;
-    let kept = replayer.step_with_gradient(&before, &mut after)?;
-    let (batch, replayed) = (&kept.batch, kept.replayed);
+    let mut gradient = Vec::new();
+    let look = |reduced: &ReducedGradient| {
+        gradient.extend(reduced.own.iter().map(Tensor::shallow_clone));
+    };
+    let again = step_from(replayer, &before, &mut after, Detail::Tokens, look)?;
+    let (ExplainedReplay { replayed, narrowed: bits, documents: found }, batch, losses) = again;
     let (spec, workers) = (replayer.spec(), replayer.workers());
-    let squares = squares(&kept.gradient, workers)?;
+    let squares = squares(&gradient, workers)?;
     let cost = |source: &str| history.cost(source).unwrap_or(replayed.loss);
-    let step_gradient = StepGradient { pieces: before.owners.pieces(), own: &kept.gradient };
-    let gradients = gradients(replayer, &before, batch, &replayed.documents, step_gradient)?;
-    let ranked = documents::rank(replayed.documents, &gradients, cost, squares);
+    let step_gradient = StepGradient { pieces: before.owners.pieces(), own: &gradient };
+    let gradients = gradients(replayer, &before, &batch, &found, step_gradient)?;
+    let ranked = documents::rank(found, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
-    let decoder = TextDecoder::of(spec)?;
-    let worst = named.iter().map(|evidence| {
-        tokens::worst(batch, &evidence.document, &kept.token_losses, tokens, &decoder)
-    });
-    let worst = worst.collect::<Result<Vec<_>>>()?;
+    let worst = worst_tokens(spec, &batch, named, &losses, tokens)?;
     let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
-    let without = RemovalReplay { replayer, before: &before, batch, next: next.as_ref() };
+    let without = RemovalReplay { replayer, before: &before, batch: &batch, next: next.as_ref() };
     let removals = replayer.timed("removals", || removals(without, named))?;
     let next = next.as_ref().filter(|_| replayed.record.is_some());
     let next_loss = || next.map(|next| removal::loss_of(spec, &after, next, workers)).transpose();
     let next_loss = replayer.timed("next step", next_loss)?;
     replayer.passed(next.map_or(0, tokens_of), false);
-    let activities = || layers::activities(spec, &before, batch, workers);
+    let activities = || layers::activities(spec, &before, &batch, workers);
     let activities = replayer.timed("layers", activities)?;
-    replayer.passed(tokens_of(batch), false);
+    replayer.passed(tokens_of(&batch), false);
     let unexplained = unexplained(&ranked, named.len());
     let mut explanation = Explanation {
         step,
@@ -182,7 +187,7 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
         speed: SpeedEvidence::read(replayer.folder(), step)?,
         verdict: replayed.verdict,
         advice: replayed.advice,
-        bits: replayed.narrowed,
+        bits,
         diverged: replayed.diverged,
         loss: replayed.loss,
         loss_before: history.median(|record| Some(record.loss)),
@@ -202,11 +207,25 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
         changes: Vec::new(),
         next: Vec::new(),
     };
-    explanation.by_the_ledger(replayer, &before, &history, replayed.record)?;
+    explanation.by_the_ledger(replayer, &before, &history, replayed.record.as_ref())?;
     explanation.next = next_commands(&explanation, replayer);
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
     Ok(explanation)
+}
+
+/// The worst `count` tokens of each of these documents.
+fn worst_tokens(
+    spec: &RunSpec,
+    batch: &Batch,
+    named: &[DocumentEvidence],
+    losses: &[f32],
+    count: usize,
+) -> Result<Vec<Vec<WorstToken>>> {
+    let decoder = TextDecoder::of(spec)?;
+    let worst =
+        |one: &DocumentEvidence| tokens::worst(batch, &one.document, losses, count, &decoder);
+    named.iter().map(worst).collect()
 }
 
 /// The gradient of each document, compared with the step's.
@@ -232,12 +251,12 @@ impl Explanation {
         replayer: &Replayer,
         before: &State,
         history: &PreviousSteps,
-        again: Option<StepRecord>,
+        again: Option<&StepRecord>,
     ) -> Result<()> {
         let (step, spec, workers) = (self.step, replayer.spec(), replayer.workers());
         let recorded = step <= replayer.recorded();
         let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
-        let record = written.as_ref().or(again.as_ref());
+        let record = written.as_ref().or(again);
         self.changes = changes::changes(spec, replayer.folder(), history, step, record)?;
         let changed = changes::last(&self.changes);
         self.layers = layers::layers(spec, before, record, history, changed, workers)?;
@@ -275,7 +294,7 @@ fn next_commands(found: &Explanation, replayer: &Replayer) -> Vec<String> {
         return Vec::new();
     }
     let (run, step) = (shell::path(&replayer.root()), found.step);
-    let moved = change::moved(replayer.stores());
+    let moved = moved(replayer.stores());
     vec![
         format!("ztrain replay --run {run} --step {step}{moved}{drops}"),
         format!("ztrain fork {run} --step {} --out NEW{moved}{drops}", step - 1),

@@ -4,8 +4,8 @@ use contract::{Fault, Result};
 use loader::{Batch, InfillToken};
 use serde::Serialize;
 
-use trainer::replay::documents::{DocumentLoss, DocumentPlace};
-use trainer::replay::texts::TextDecoder;
+use crate::replay::documents::{DocumentLoss, DocumentPlace};
+use crate::replay::texts::TextDecoder;
 
 /// Tokens of context on either side.
 const CONTEXT: usize = 12;

@@ -6,9 +6,9 @@ use serde::Serialize;
 use super::changes::{RunChange, RunChangeKind, number};
 use super::text::short;
 use super::{Explanation, RouterEvidence, documents};
+use crate::replay::narrow::joined;
 use curriculum::stats::FEW;
 use trainer::replay::Verdict;
-use trainer::replay::narrow::joined;
 
 /// The subject of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

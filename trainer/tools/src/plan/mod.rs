@@ -5,6 +5,7 @@
 //! of pieces and from the blocks of the tree, as in a step.
 
 mod sent;
+mod shared;
 
 use std::collections::BTreeSet;
 
@@ -22,7 +23,7 @@ use trainer::memory::{MemoryUse, Parallelism};
 use trainer::mesh::copies::Partners;
 use trainer::mesh::slices::Slices;
 use trainer::mesh::team;
-use trainer::mesh::{Degrees, GradReduce, Mesh, context, copies};
+use trainer::mesh::{Degrees, GradReduce, Mesh, copies};
 use trainer::model::{self, Assignment, WeightShards};
 use trainer::optim::balance::RouterBalance;
 use trainer::optim::guard::Skipped;
@@ -190,7 +191,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
 
 fn replicas(pieces: &[ParamShard], names: &[String]) -> ReplicaNeeds {
     let partners = Partners::new(names);
-    let held = partners.all_held(pieces).into_iter();
+    let held = partners.held(pieces).into_iter();
     let sent = if names.len() == 1 { 0 } else { copies::sent(pieces) };
     ReplicaNeeds { largest_rank: held.max().unwrap_or(0), sent }
 }
@@ -270,26 +271,30 @@ fn phase_needs(
         machine_bytes: machine_bytes.into_iter().max().unwrap_or(0),
         context: mesh.together(),
         folded_ranks: mesh.tsp,
-        uneven: uneven(mesh, cut.chunks, u64::from(step.seq_len)),
+        uneven: uneven(mesh, cut.chunks, step.seq_len),
         sent: sent(spec, fleet, shares, mesh, first)?,
-        shared: micro_batches * shared(spec, fleet, shares, mesh, first)?,
-        shared_within_machines: mesh.within_machines(mesh.together(), fleet.ranks_per_node),
+        shared: micro_batches * shared_bytes(spec, fleet, shares, mesh, first)?,
+        shared_within_machines: shared::within_machines(
+            mesh,
+            mesh.together(),
+            fleet.ranks_per_node,
+        ),
         folded: micro_batches * folded(spec, fleet, mesh, first)?,
-        folded_within_machines: mesh.within_machines(mesh.tsp, fleet.ranks_per_node),
+        folded_within_machines: shared::within_machines(mesh, mesh.tsp, fleet.ranks_per_node),
         model_flops: costs::flops(config, tokens, &routed, pairs),
         ledger_bytes: ledger_bytes(spec, first)?,
     })
 }
 
-fn uneven(mesh: Mesh, chunks: u64, seq_len: u64) -> f64 {
+fn uneven(mesh: Mesh, chunks: u64, seq_len: u32) -> f64 {
     let dealt = Assignment { chunks, degree: u64::from(mesh.together()), place: 0 };
-    let pairs = dealt.pairs(seq_len / chunks);
+    let pairs = dealt.pairs_of(&[0], seq_len);
     let most = pairs.iter().copied().max().unwrap_or(0);
     most as f64 * pairs.len() as f64 / pairs.iter().sum::<u64>() as f64 - 1.0
 }
 
 /// Bytes that the ranks of a shared micro-batch send each other: operands of layers, and gradients of chunks.
-fn shared(
+fn shared_bytes(
     spec: &RunSpec,
     fleet: &Fleet,
     shares: &Shares<'_>,
@@ -302,16 +307,16 @@ fn shared(
     let (PhaseModel { config, cut, .. }, step) = (spec.model_at(first)?, spec.plan.step(first)?);
     let (degree, options) = (u64::from(mesh.together()), fleet.workers.options().cut(*cut));
     let (rows, length, dtype) = (step.micro_batch, step.seq_len.into(), spec.dtype_at(first));
-    let layers = costs::shared_bytes(config, rows, length, degree, options, dtype);
+    let layers = shared::operand_bytes(config, rows, length, degree, options, dtype);
     let slices = Slices::new(mesh, shares.pieces, spec.parameters.len());
     let dealt = Assignment { chunks: cut.chunks, degree, place: 0 };
-    Ok(layers + context::gradient_bytes(&slices, &spec.parameters, dealt))
+    Ok(layers + shared::gradient_bytes(&slices, &spec.parameters, dealt))
 }
 
 /// Bytes of weight shards for a micro-batch: each shard is sent by its holder to the others on its line.
 fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> {
     let (dtype, keep) = (spec.dtype_at(first), fleet.workers.options().keep);
-    let line = costs::folded_bytes(&spec.parameters, u64::from(mesh.tsp), keep, dtype);
+    let line = shared::folded_bytes(&spec.parameters, u64::from(mesh.tsp), keep, dtype);
     Ok(u64::from(mesh.cp) * line)
 }
 

@@ -11,6 +11,7 @@
 mod bins;
 mod log;
 mod odd;
+mod open_metrics;
 mod page;
 mod payload;
 mod table;

@@ -12,9 +12,9 @@ use serde_json::Value;
 use super::bins::{Bins, Merge};
 use super::log::{EventLog, ValidationPoint};
 use super::odd::{Detector, OddStep, merged};
+use super::open_metrics::{self, RunStatus};
 use trainer::folder::RunFolder;
 use trainer::ledger::{Follower, LedgerHead, StepSummaryFields, layers};
-use trainer::metrics::open_metrics::{self, RunStatus};
 use trainer::metrics::{self, entropy};
 use trainer::optim::guard::Skipped;
 

@@ -22,9 +22,9 @@ use std::time::Duration;
 
 use contract::{Fault, Result};
 
+use super::open_metrics;
 use super::page::{page, payload};
 use super::view::RunView;
-use trainer::metrics::open_metrics;
 
 /// The maximum size of a request in bytes.
 const REQUEST: u64 = 16 << 10;

@@ -19,6 +19,7 @@ use serde::Serialize;
 
 use super::Curve;
 use super::cluster::{Cluster, NetworkLink};
+use super::shapes::of_newton_schulz;
 pub use super::standing::PlannedRun;
 use super::standing::{self, RankArrangement};
 use super::{faults, traffic};
@@ -130,7 +131,8 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
         packing(setting, first, per_line, standing, &mut seconds);
     }
     seconds.add(StepPart::Blocks, gradients - hidden);
-    // All messages but the last travel while other pieces are updated; the leader of a machine forwards them afterwards.
+    // All messages but the last travel while other pieces are updated; the leader of a machine forwards them
+    // afterwards.
     let (weights, early) = (near + far, 1.0 - 1.0 / MESSAGES as f64);
     let direct = if far > 0.0 { far } else { near };
     let updating = seconds.of(StepPart::Muon) + seconds.of(StepPart::AdamW);
@@ -336,7 +338,7 @@ fn orthogonalized(piece: &ParamShard) -> Option<impl Fn(&Cluster) -> f64> {
     }
     let matrices = piece.length() as f64 / (rows * columns) as f64;
     let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
-    let operations = matmuls::of_newton_schulz(rows, columns);
+    let operations = of_newton_schulz(rows, columns);
     let rate = move |cluster: &Cluster| match &cluster.newton_schulz {
         Some(curve) => curve.at(operations),
         None => cluster.f32.at(2.0 * short * short * long),
@@ -344,8 +346,8 @@ fn orthogonalized(piece: &ParamShard) -> Option<impl Fn(&Cluster) -> f64> {
     Some(move |cluster: &Cluster| matrices * operations / rate(cluster))
 }
 
-/// Seconds to exchange gradients, one tier after the other, and new weights, within and between machines: the bytes of a
-/// rank by tier.
+/// Seconds to exchange gradients, one tier after the other, and new weights, within and between machines: the bytes of
+/// a rank by tier.
 fn exchange(
     PlannedRun { cluster, fleet, .. }: PlannedRun<'_>,
     sent: SentInStep,

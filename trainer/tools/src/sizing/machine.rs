@@ -12,8 +12,7 @@ use kernels::{checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::shapes::MatmulShape;
-use trainer::costs::matmuls;
+use super::shapes::{MatmulShape, of_newton_schulz};
 use trainer::optim::muon::QUINTIC;
 use trainer::refusal::refused;
 use trainer::workers::Workers;
@@ -266,7 +265,7 @@ impl BenchOptions {
             || RotatingOperands::of(sets(bytes), || self.random(&[rows, columns], Kind::Float));
         let work =
             |all: &mut RotatingOperands<Tensor>| ops.newton_schulz(all.next(), QUINTIC).map(drop);
-        let operations = matmuls::of_newton_schulz(rows, columns);
+        let operations = of_newton_schulz(rows, columns);
         Ok([operations, operations / self.time(prepare, work)?])
     }
 

@@ -131,6 +131,16 @@ fn gated(config: &ZayaConfig, inner: i64, tokens: i64, all: &mut Vec<ModelMatmul
     all.push(one("down", [tokens, inner, hidden]));
 }
 
+/// Operations of the five Newton-Schulz iterations on a matrix, as the CPU table computes them: half of each symmetric
+/// matmul, and only the short side where the matrix is oblong.
+pub fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
+    let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
+    match long >= 2.0 * short {
+        true => 3.0 * short * short * long + 17.0 * short.powi(3),
+        false => 15.0 * short * short * long + 5.0 * short.powi(3),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,16 +16,16 @@
 use std::ops::Range;
 
 use contract::{Fault, Key, Purpose, Result, draw};
+use curriculum::Amendment;
 use loader::{Batch, explain};
 use serde::Serialize;
 use tch::{Kind, Tensor};
+use trainer::change::DocumentsBySource;
+use trainer::replay::Replayer;
+use trainer::state::State;
+use trainer::waiting::WaitCounter;
 
-use super::Replayer;
 use super::whatif::each_piece;
-use crate::change::DocumentsBySource;
-use crate::state::State;
-use crate::waiting::WaitCounter;
-use curriculum::Amendment;
 
 /// How much to compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

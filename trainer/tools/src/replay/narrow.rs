@@ -2,18 +2,17 @@
 //! computed them. `hit` finds the element if the run left a checkpoint.
 
 use contract::Result;
-use loader::Batch;
 use serde::Serialize;
+use trainer::ledger::{StepDifference, StepRecord, StepStage, layers};
+use trainer::mesh::Mesh;
+use trainer::mesh::axes::Axis;
+use trainer::mesh::team::parts;
+use trainer::replay::{Replayed, ReplayedBatch, Replayer, Verdict};
+use trainer::state::State;
+use trainer::state::ownership::Ownership;
 
 use super::hit::{self, CorruptedElement};
-use super::{Replayer, Verdict};
-use crate::events::{self, Ranks};
-use crate::ledger::{StepDifference, StepRecord, StepStage, layers};
-use crate::mesh::Mesh;
-use crate::mesh::axes::Axis;
-use crate::mesh::team::parts;
-use crate::state::State;
-use crate::state::ownership::Ownership;
+use super::ranks::{Ranks, ranks_at};
 
 /// The differences between a ledger line and the recomputed step.
 #[derive(Clone, Debug, Serialize)]
@@ -38,50 +37,41 @@ pub struct LocatedDifference {
     pub words: String,
 }
 
-impl Replayer {
-    /// Narrows down the difference between the run and the replay from `before` to `after`; `batch` is the step's.
-    pub(super) fn narrow(
-        &self,
-        first: &StepDifference,
-        again: &StepRecord,
-        before: &State,
-        after: &State,
-        batch: &Batch,
-        verdict: Verdict,
-    ) -> Result<LocatedDifference> {
-        let written = self.ledger.record(again.step)?;
-        let ranks = events::ranks_at(&self.folder.events(), again.step);
-        let pieces = ranks.map(|ranks| Ownership::new(&self.spec, 0, ranks.world));
-        let cut = self.spec.model_at(again.step)?.cut;
-        let mesh = ranks.map(|ranks| Mesh::of(ranks.world, ranks.degrees, cut));
-        let parameters = &self.ledger.head().parameters;
-        let parts = WorkAssignment { parameters, ranks, mesh, owners: pieces.as_ref() };
-        let mut found = narrow(first, &written, again, parts);
-        let (alone, hit) = (self.world.comm.world() == 1, verdict == Verdict::RunHit);
-        if alone && hit && matches!(first.stage, StepStage::Forward | StepStage::Update) {
-            let (stage, losses, ranks) = (first.stage, &*found.losses, found.ranks);
-            let from = hit::CorruptionEvidence {
-                stage,
-                losses,
-                ranks,
-                written: &written,
-                before,
-                after,
-                batch,
-            };
-            // A checkpoint that cannot be read does not invalidate the rest.
-            let (hit, words) = hit::find(self, from, pieces.as_ref()).unwrap_or_else(|fault| {
-                let why = fault.to_string().replace('\n', "; ");
-                (None, format!("no checkpoint behind it could be looked at: {why}"))
-            });
-            found.words = format!("{}; {words}", found.words);
-            if let (None, Some(hit)) = (found.rank, &hit) {
-                found.rank = hit.owner;
-            }
-            found.hit = hit;
+/// Narrows down the difference between the run and its replay from `before` to `after`, if both have a record.
+pub(super) fn narrow(
+    replayer: &Replayer,
+    again: &ReplayedBatch,
+    before: &State,
+    after: &State,
+) -> Result<Option<LocatedDifference>> {
+    let ReplayedBatch { replayed: Replayed { difference, record, verdict, .. }, batch, .. } = again;
+    let (Some(first), Some(record)) = (difference, record) else { return Ok(None) };
+    let (spec, ledger) = (replayer.spec(), replayer.ledger());
+    let written = ledger.record(record.step)?;
+    let ranks = ranks_at(&replayer.folder().events(), record.step);
+    let pieces = ranks.map(|ranks| Ownership::new(spec, 0, ranks.world));
+    let cut = spec.model_at(record.step)?.cut;
+    let mesh = ranks.map(|ranks| Mesh::of(ranks.world, ranks.degrees, cut));
+    let parameters = &ledger.head().parameters;
+    let parts = WorkAssignment { parameters, ranks, mesh, owners: pieces.as_ref() };
+    let mut found = located(first, &written, record, parts);
+    let (alone, hit) = (replayer.world().comm.world() == 1, *verdict == Verdict::RunHit);
+    if alone && hit && matches!(first.stage, StepStage::Forward | StepStage::Update) {
+        let (stage, losses, ranks) = (first.stage, &*found.losses, found.ranks);
+        let written = &written;
+        let from = hit::CorruptionEvidence { stage, losses, ranks, written, before, after, batch };
+        // A checkpoint that cannot be read does not invalidate the rest.
+        let (hit, words) = hit::find(replayer, from, pieces.as_ref()).unwrap_or_else(|fault| {
+            let why = fault.to_string().replace('\n', "; ");
+            (None, format!("no checkpoint behind it could be looked at: {why}"))
+        });
+        found.words = format!("{}; {words}", found.words);
+        if let (None, Some(hit)) = (found.rank, &hit) {
+            found.rank = hit.owner;
         }
-        Ok(found)
+        found.hit = hit;
     }
+    Ok(Some(found))
 }
 
 /// The assignment of a step's work to ranks.
@@ -95,7 +85,7 @@ struct WorkAssignment<'a> {
 }
 
 /// Narrows a difference down by the checksums of both sides.
-fn narrow(
+fn located(
     first: &StepDifference,
     written: &StepRecord,
     again: &StepRecord,
@@ -245,7 +235,7 @@ fn routers(stage: StepStage, written: &StepRecord, again: &StepRecord) -> String
 }
 
 /// "micro-batch 3", "micro-batches 1 and 4".
-pub(super) fn numbered(micro_batches: &[usize]) -> String {
+fn numbered(micro_batches: &[usize]) -> String {
     let numbers: Vec<String> = micro_batches.iter().map(usize::to_string).collect();
     let word = if numbers.len() == 1 { "micro-batch" } else { "micro-batches" };
     format!("{word} {}", joined(&numbers))

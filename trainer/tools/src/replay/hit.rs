@@ -7,14 +7,13 @@
 use contract::Result;
 use loader::Batch;
 use serde::Serialize;
-use tch::Tensor;
-
-use super::Replayer;
-use crate::checkpoint::{StateLayout, TensorSet};
-use crate::ledger::{StepRecord, StepStage};
-use crate::refusal::refused;
-use crate::state::State;
-use crate::state::ownership::{Ownership, ParamShard};
+use tch::{Kind, Tensor};
+use trainer::checkpoint::{StateLayout, TensorSet};
+use trainer::ledger::{StepRecord, StepStage};
+use trainer::refusal::refused;
+use trainer::replay::Replayer;
+use trainer::state::State;
+use trainer::state::ownership::{Ownership, ParamShard};
 
 /// The element of the state that was hit.
 #[derive(Clone, Debug, Serialize)]
@@ -90,9 +89,9 @@ pub(super) fn find(
     let Some(ours) = true_state(replayer, traces.after, checkpoint)? else {
         return Ok((None, format!("the true run diverges before {name}")));
     };
-    let layout = StateLayout::new(&replayer.spec, replayer.world.device);
-    let checkpoints = replayer.folder.checkpoints()?;
-    let checkpointed = checkpoints.open(checkpoint)?.whole(&layout, replayer.workers)?;
+    let layout = StateLayout::new(replayer.spec(), replayer.world().device);
+    let checkpoints = replayer.folder().checkpoints()?;
+    let checkpointed = checkpoints.open(checkpoint)?.whole(&layout, replayer.workers())?;
     let all = distances(&ours, &checkpointed)?;
     let hit = match stage {
         StepStage::Update => directly(&all),
@@ -112,7 +111,7 @@ pub(super) fn find(
         return Ok((None, words));
     };
     let LargestDifference { piece, set, element, distance } = farthest;
-    let parameter = replayer.spec.parameters[piece.tensor].name.clone();
+    let parameter = replayer.spec().parameters[piece.tensor].name.clone();
     let bit = match stage {
         StepStage::Forward => prove(replayer, traces, piece.tensor, element, distance)?,
         _ => None,
@@ -132,10 +131,10 @@ pub(super) fn find(
 
 /// The first checkpoint of the run from `step` on that matches the ledger, if it is near.
 fn checkpoint_after(replayer: &Replayer, step: u64) -> Result<Option<u64>> {
-    let checkpoints = replayer.folder.checkpoints()?;
-    let near = step..=replayer.recorded.min(step + NEAR);
+    let checkpoints = replayer.folder().checkpoints()?;
+    let near = step..=replayer.recorded().min(step + NEAR);
     for at in checkpoints.steps()?.into_iter().filter(|at| near.contains(at)) {
-        let chain = replayer.ledger.chain_at(at);
+        let chain = replayer.ledger().chain_at(at);
         if checkpoints.open(at).is_ok_and(|reader| Some(reader.manifest().chain) == chain) {
             return Ok(Some(at));
         }
@@ -222,7 +221,9 @@ fn prove(
     let Some(micro_batch) = losses.last().copied() else { return Ok(None) };
     let flipped = before.copy()?;
     // In bf16, only the owner has the f32 value that was hit.
-    let Some(right) = flipped.weight(tensor, element) else { return Ok(None) };
+    let Some(mut place) = wide_place(&flipped, tensor, element) else { return Ok(None) };
+    let mut read = flipped.weights[tensor].view([-1]).narrow(0, element, 1);
+    let right = place.double_value(&[0]) as f32;
     for bit in (0..32).rev() {
         let wrong = f32::from_bits(right.to_bits() ^ (1 << bit));
         let moved = f64::from((wrong - right).abs());
@@ -230,10 +231,12 @@ fn prove(
         if !(distance / 8.0..=distance * 8.0).contains(&moved) {
             continue;
         }
-        flipped.set_weight(tensor, element, wrong);
-        let (spec, workers) = (&replayer.spec, replayer.workers);
-        let sums =
-            replayer.executor.micro_batch(spec, &flipped, batch, micro_batch as u64, workers)?;
+        // In f32, and where the model reads it.
+        for place in [&mut place, &mut read] {
+            let filled = tch::no_grad(|| place.f_fill_(f64::from(wrong)));
+            filled.map(drop).map_err(refused)?;
+        }
+        let sums = replayer.micro_batch_sums(&flipped, batch, micro_batch as u64)?;
         let written = (
             written.micro_batch_losses.0.get(micro_batch),
             written.micro_batch_grad_checksums.0.get(micro_batch),
@@ -243,6 +246,19 @@ fn prove(
         }
     }
     Ok(None)
+}
+
+/// An alias of one weight in f32; `None` where only another rank has it in f32.
+fn wide_place(state: &State, tensor: usize, element: i64) -> Option<Tensor> {
+    let read = &state.weights[tensor];
+    if read.kind() == Kind::Float {
+        return Some(read.view([-1]).narrow(0, element, 1));
+    }
+    let has = |piece: &ParamShard| {
+        piece.tensor == tensor && (piece.first..piece.first + piece.length()).contains(&element)
+    };
+    let (piece, weight, _) = state.own().find(|(piece, ..)| has(piece))?;
+    Some(weight.view([-1]).narrow(0, element - piece.first, 1))
 }
 
 /// The rank that owned an element.

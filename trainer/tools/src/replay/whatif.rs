@@ -10,13 +10,12 @@ use std::ops::Range;
 use contract::{Fault, Result};
 use loader::{Batch, explain};
 use serde::Serialize;
-
-use super::Replayer;
-use crate::change::{DocumentsBySource, WhatIfChange};
-use crate::ledger::StepRecord;
-use crate::optim::guard::Skipped;
-use crate::state::State;
-use crate::waiting::WaitCounter;
+use trainer::change::{DocumentsBySource, WhatIfChange};
+use trainer::ledger::StepRecord;
+use trainer::optim::guard::Skipped;
+use trainer::replay::Replayer;
+use trainer::state::State;
+use trainer::waiting::WaitCounter;
 
 /// Loss and gradient norm of a step.
 pub type LossAndNorm = (f64, f64);
@@ -94,7 +93,7 @@ fn original(
     let recorded = replayer.recorded();
     let values = |record: &StepRecord| (record.loss, record.norm());
     let known = steps.start..steps.end.min(recorded + 1);
-    let known = known.map(|step| Ok(values(&replayer.ledger.record(step)?)));
+    let known = known.map(|step| Ok(values(&replayer.ledger().record(step)?)));
     let mut was = known.collect::<Result<Vec<_>>>()?;
     if let Some(mut state) = before.filter(|_| steps.end > recorded + 1) {
         replayer.walk(&mut state, recorded)?;
@@ -123,13 +122,17 @@ fn find_documents(
             let name = all[source].name.as_str();
             let (whole, id) = (replayer.spec().data.whole(name), piece.record.shown_id());
             let asked = ids.iter().filter(|_| labels > 0);
-            for asked in asked.filter(|asked| WhatIfChange::drops(asked, [name, whole], &id)) {
+            for asked in asked.filter(|asked| drops(asked, [name, whole], &id)) {
                 found.entry(name.to_owned()).or_default().insert(piece.document);
                 sources.entry(asked).or_default().insert(name);
             }
         })?;
     }
-    WhatIfChange::refuse_ambiguous(&sources)?;
+    // An id may be that of documents of several sources.
+    if let Some((asked, sources)) = sources.iter().find(|(_, sources)| sources.len() > 1) {
+        let sources: Vec<_> = sources.iter().copied().collect();
+        return Err(Fault::of_several_sources("--drop-doc", asked, &sources));
+    }
     let unseen: Vec<&String> = ids.iter().filter(|id| !sources.contains_key(id.as_str())).collect();
     if unseen.is_empty() {
         return Ok(found);
@@ -139,6 +142,13 @@ fn find_documents(
         .at("--drop-doc")
         .found(names.join(", "))
         .hint("the replay of a step lists the ids of its documents"))
+}
+
+/// Whether `asked` names the document `id` of a source, by its name or that of the source that has it as a bucket:
+/// `ID`, or `SOURCE:ID` where several sources have that id.
+fn drops(asked: &str, names: [&str; 2], id: &str) -> bool {
+    let of = |source| asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
+    asked == id || names.map(of).contains(&Some(id))
 }
 
 /// The labels of the original step that the change drops.
@@ -151,9 +161,9 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &WhatIfChange) -> Resu
     each_piece(replayer, &batch, |source, piece, labels| {
         let name = &replayer.spec().plan.sources()[source].name;
         let (whole, id) = (replayer.spec().data.whole(name), piece.record.shown_id());
-        let drops = |asked: &String| WhatIfChange::drops(asked, [name, whole], &id);
+        let dropped_document = |asked: &String| drops(asked, [name, whole], &id);
         let dropped_source = |one: &String| [name.as_str(), whole].contains(&one.as_str());
-        if drop_documents.iter().any(drops) || drop_sources.iter().any(dropped_source) {
+        if drop_documents.iter().any(dropped_document) || drop_sources.iter().any(dropped_source) {
             dropped += labels;
         }
     })?;

@@ -4,10 +4,11 @@ use contract::{Fault, Result};
 use loader::Batch;
 use serde::Serialize;
 use tokenizers::Tokenizer;
+use trainer::replay::Replayer;
+use trainer::spec::RunSpec;
 
+use super::ExplainedReplay;
 use super::documents::{DocumentLoss, DocumentPlace};
-use super::{Replayed, Replayer};
-use crate::spec::RunSpec;
 
 /// A part of a document in a row of a batch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -52,13 +53,16 @@ impl TextDecoder {
     }
 }
 
-impl Replayer {
-    /// The text of the first `count` documents of a replayed step, each as the parts in its rows.
-    pub fn texts(&self, replayed: &Replayed, count: usize) -> Result<Vec<Vec<DocumentText>>> {
-        let (batch, decoder) = (self.batch(replayed.step)?, TextDecoder::of(&self.spec)?);
-        let of = |document: &DocumentLoss| {
-            document.places.iter().map(|place| decoder.part(&batch, place)).collect()
-        };
-        replayed.documents.iter().take(count).map(of).collect()
-    }
+/// The text of the first `count` documents of a replayed step, each as the parts in its rows.
+pub fn texts(
+    replayer: &Replayer,
+    found: &ExplainedReplay,
+    count: usize,
+) -> Result<Vec<Vec<DocumentText>>> {
+    let batch = replayer.batch(found.replayed.step)?;
+    let decoder = TextDecoder::of(replayer.spec())?;
+    let of = |document: &DocumentLoss| {
+        document.places.iter().map(|place| decoder.part(&batch, place)).collect()
+    };
+    found.documents.iter().take(count).map(of).collect()
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// The content type.
-pub const KIND: &str = "application/openmetrics-text; version=1.0.0";
+pub(super) const KIND: &str = "application/openmetrics-text; version=1.0.0";
 
 /// Groups whose names depend on the run, with the label for them.
 const LABELLED: [(&str, &str); 7] = [
@@ -21,21 +21,21 @@ const LABELLED: [(&str, &str); 7] = [
 ];
 
 /// The status of a run, shown next to its curves.
-pub struct RunStatus {
+pub(super) struct RunStatus {
     /// The run's name.
-    pub run: String,
+    pub(super) run: String,
     /// The newest step.
-    pub step: u64,
+    pub(super) step: u64,
     /// How often a process started training.
-    pub starts: u64,
+    pub(super) starts: u64,
     /// Number of odd steps.
-    pub odd: u64,
+    pub(super) odd: u64,
     /// Whether a process has started and not ended.
-    pub running: bool,
+    pub(super) running: bool,
 }
 
 /// The text.
-pub fn text(standing: &RunStatus, curves: &[(String, f64)]) -> String {
+pub(super) fn text(standing: &RunStatus, curves: &[(String, f64)]) -> String {
     let RunStatus { run, step, starts, odd, running } = standing;
     let mut families: BTreeMap<String, Vec<(String, f64)>> = BTreeMap::new();
     for (curve, value) in curves {

@@ -9,8 +9,7 @@ use contract::Result;
 use loader::{Batch, Infill, explain};
 use serde::Serialize;
 use store::{DocumentRecord, Split};
-
-use crate::spec::RunSpec;
+use trainer::spec::RunSpec;
 
 /// The position of a part of a document in a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
