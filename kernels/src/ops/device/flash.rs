@@ -36,6 +36,7 @@ unsafe extern "C" {
         operands: *const *const C_tensor,
         longest: *const i64,
         scale: f64,
+        before: i64,
         out: *mut *mut C_tensor,
     ) -> c_int;
 }
@@ -108,6 +109,11 @@ fn scale(by: Attention) -> f64 {
     1.0 / (by.shape[2] as f64).sqrt()
 }
 
+/// How many keys before its own a query sees; `None`: all. libtorch counts in 32 bits.
+fn before(by: Attention) -> Option<i64> {
+    by.window.filter(|window| *window <= i64::from(i32::MAX)).map(|window| window - 1)
+}
+
 pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
     let ([query, key, value], ends) = (operands(by)?, ends(queue, by)?);
@@ -117,7 +123,8 @@ pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
     // SAFETY: five tensors that outlive the call, two counts, and space for four tensors, all of which it fills on
     // success.
     let code = unsafe {
-        shim_flash_attention(given.as_ptr(), longest.as_ptr(), scale(by), made.as_mut_ptr())
+        let before = before(by).unwrap_or(-1);
+        shim_flash_attention(given.as_ptr(), longest.as_ptr(), scale(by), before, made.as_mut_ptr())
     };
     guarded("attention", code)?;
     // SAFETY: each is a new tensor that the shim made for us.
@@ -157,7 +164,7 @@ pub(super) fn attention_backward(
         seed,
         offset,
         scale(by),
-        None,
+        before(by),
         None,
     )
     .map_err(Error::from)?;
