@@ -8,8 +8,8 @@
 //! in bf16 and are converted to f32.
 //!
 //! The default from NVIDIA compute capability 8.0 on. AMD's half of libtorch has another implementation, whose masks
-//! begin at the first key: there it is used only if [`ATTENTION`] requests it, and for whole documents only. The
-//! stand-in device of the tests reports no architecture.
+//! begin at the first key: there it is used only if [`ATTENTION`] requests it, and for whole documents without a window
+//! only. The stand-in device of the tests reports no architecture.
 
 #![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
 
@@ -55,7 +55,8 @@ pub(super) fn takes(queue: &Queue, wanted: Option<bool>, by: Attention) -> bool 
         (Some(false), _) => false,
         (_, Some(number)) => number >= 80,
         (Some(true), None) => {
-            queue.architecture().is_empty() || by.spans.iter().all(|span| span.before == 0)
+            let whole = by.spans.iter().all(|span| span.before == 0);
+            queue.architecture().is_empty() || (whole && by.window.is_none())
         }
         (None, None) => false,
     }
