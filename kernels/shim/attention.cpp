@@ -8,7 +8,8 @@
 extern "C" {
 
 // Takes queries, keys and values [tokens, heads, d], the ends of documents among queries and keys (i32), and the
-// longest of each; and how many keys before its own a query sees, -1 for all. Returns the output, its log-sums, and two tensors for the backward pass.
+// longest of each; and how many keys before its own a query sees, -1 for all. Returns the output, its log-sums, and two
+// tensors for the backward pass.
 int shim_flash_attention(const at::Tensor* const* operands, const int64_t* longest, double scale, int64_t before,
                          at::Tensor** out) {
   return shim_guard([=] {

@@ -117,11 +117,11 @@ pub struct ZayaConfig {
     pub loss_chunk: i64,
     /// Kinds of attention, first layer to last; where there are more layers they come again. ZAYA1 has `["cca"]`.
     pub layers: Vec<Attention>,
-    /// Tokens whose keys a query of a sliding layer sees, its own included; earlier ones of its document are hidden. 0:
-    /// no layer slides.
+    /// Tokens whose keys a query of a sliding layer sees, its own included; earlier ones of its document are hidden.
+    /// 0: no layer slides.
     pub sliding_window: i64,
-    /// Which layers slide, likewise a list that repeats; linear attention has no window. Not written: all, if there is a
-    /// `sliding_window`.
+    /// Which layers slide, likewise a list that repeats; linear attention has no window. Not written: all, if there is
+    /// a `sliding_window`.
     pub layer_types: Vec<LayerType>,
     /// `rope_theta` of the layers that slide; 0: the same.
     pub sliding_rope_theta: f64,

@@ -87,8 +87,8 @@ impl Assignment {
         chunks
     }
 
-    /// Pairs of a query and a key that each rank computes in all layers for a row of `length` tokens with documents that
-    /// begin at `starts`.
+    /// Pairs of a query and a key that each rank computes in all layers for a row of `length` tokens with documents
+    /// that begin at `starts`.
     pub fn pairs(self, config: &ZayaConfig, starts: &[u32], length: u32) -> Vec<u64> {
         let width = length / self.chunks as u32;
         let before = |end: u32| {

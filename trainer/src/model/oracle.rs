@@ -109,9 +109,9 @@ impl Forward<'_> {
         let rotary =
             [false, true].map(|slides| Rotary::new(self.config, slides, &self.input.positions));
         for (layer, (balance, window)) in balance.iter().zip(self.config.windows()).enumerate() {
-            let rotary = (&rotary[usize::from(window.is_some())], window);
+            let rotary = &rotary[usize::from(window.is_some())];
             let at = Below(self, format!("layers.{layer}"));
-            let out = self.attention(&at, &at.norm(&residual, "input_layernorm"), rotary);
+            let out = self.attention(&at, &at.norm(&residual, "input_layernorm"), rotary, window);
             residual = at.residual(&out, &residual, "post_attention_residual_scale");
             let v = at.norm(&residual, "post_attention_layernorm");
             let out = match at.has("mlp.gate_proj.weight") {
@@ -133,7 +133,8 @@ impl Forward<'_> {
         &self,
         at: &Below<'_>,
         u: &Tensor,
-        (rotary, window): (&Rotary, Option<i64>),
+        rotary: &Rotary,
+        window: Option<i64>,
     ) -> Tensor {
         if at.has("self_attn.gate_proj.weight") {
             return self.linear(at, u);

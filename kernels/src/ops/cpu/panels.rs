@@ -129,8 +129,8 @@ impl Panels {
         &self.values[(first + rows.start) * WIDE..(first + rows.end) * WIDE]
     }
 
-    /// `self right` into `out`, for as many tiles of rows from `first` on as `out` holds: `right` is a panel, with a row
-    /// for each column of `self`. Row `first` begins a tile.
+    /// `self right` into `out`, for as many tiles of rows from `first` on as `out` holds: `right` is a panel, with a
+    /// row for each column of `self`. Row `first` begins a tile.
     pub(super) fn times(&self, first: usize, right: &[f32], out: &mut [f32]) {
         let (instructions, height) = (Instructions::here(), self.height());
         let (right, _) = right.as_chunks::<WIDE>();
@@ -157,8 +157,8 @@ impl Panels {
         }
     }
 
-    /// Overwrites `self`, of [`WIDE`] rows, with `left^T right` over the rows `inner` of `right`: `left` is a panel, with
-    /// a row for each of them.
+    /// Overwrites `self`, of [`WIDE`] rows, with `left^T right` over the rows `inner` of `right`: `left` is a panel,
+    /// with a row for each of them.
     pub(super) fn set(&mut self, left: &[f32], right: &Panels, inner: &Range<usize>) {
         let instructions = Instructions::here();
         self.values.fill(0.0);
