@@ -50,12 +50,15 @@ fn our_own_kernels_outlive_kills_and_ranks() {
 
 /// Attention by libtorch's kernels: workers, recomputation, resuming and a replay give one ledger. Its losses equal
 /// those of our own kernels up to bf16 rounding, for whole micro-batches and for parts of documents, whose sums
-/// libtorch computes in f32.
+/// libtorch computes in f32; there with a window in one layer of two.
 #[test]
 fn attention_by_the_library_is_one_run_too() {
     let cut = "micro_batch = 2\ncontext_chunks = 2\nweight_shards = 2";
+    let types = "layer_types = [\"full_attention\", \"sliding_attention\"]";
+    let window = format!("[model]\nsliding_window = 3\n{types}");
     for cut in [None, Some(("micro_batch = 2", cut))] {
-        let change = [Some(("dtype = \"f32\"", "dtype = \"bf16\"")), cut];
+        let window = cut.map(|_| ("[model]", &*window));
+        let change = [Some(("dtype = \"f32\"", "dtype = \"bf16\"")), cut, window];
         let change: Vec<_> = change.into_iter().flatten().collect();
         let on = OnDevice::by_ours(Fixture { every: "1", ..Fixture::new(&change) });
         on.finish("ours", &["--workers", "1", "--stop-after", "1"]);

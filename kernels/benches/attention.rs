@@ -1,5 +1,5 @@
-//! Attention rates on one core over the causal half of the square, ours and libtorch's kernel alternating: `cargo bench
-//! -p kernels --bench attention`.
+//! Attention rates on one core over the causal half of the square, ours and libtorch's kernel alternating, and times of
+//! ours by window: `cargo bench -p kernels --bench attention`.
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
@@ -30,6 +30,24 @@ fn as_libtorch_wants(by: Attention, grad: &Tensor) -> [Tensor; 4] {
         .map(|x| x.expand([keys, group, tokens, width], false))
 }
 
+/// Prints how long each pass takes with windows of all tokens, of half of them and of an eighth.
+fn by_window(by: Attention, grad: &Tensor, out: AttentionGrads) {
+    let tokens = grad.size()[0];
+    for window in [None, Some(tokens / 2), Some(tokens / 8)] {
+        let (by, mut best) = (Attention { window, ..by }, [f64::MAX; 2]);
+        for _ in 0..30 {
+            let mut attended = None;
+            fastest(&mut best[0], || attended = CPU.attention(by).ok());
+            let saved = attended.expect("operands that fit").saved;
+            fastest(&mut best[1], || {
+                CPU.attention_backward(by, saved, grad, out).expect("the same");
+            });
+        }
+        let [forward, back] = best.map(|seconds| seconds * 1e3);
+        println!("  window {window:?}: {forward:.2} ms, {back:.2} ms");
+    }
+}
+
 fn main() {
     tch::set_num_threads(1);
     let [heads, keys, width] = SHAPE;
@@ -46,6 +64,7 @@ fn main() {
             value: &value,
             spans: &spans,
             shape: SHAPE,
+            window: None,
             kept: None,
         };
         let to = [&query, &key, &value].map(|x| x.to_kind(Kind::Float).zeros_like());
@@ -95,5 +114,6 @@ fn main() {
             rates(theirs),
             rates(ours)
         );
+        by_window(by, &grad, out);
     }
 }

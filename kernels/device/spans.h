@@ -27,6 +27,7 @@ constexpr u32 EACH_SLICE = SLICE / LANES;
 
 struct Attending {
   u32 spans, tokens, keys_in_all, heads, key_heads, width;
+  u32 window;  // keys that a query sees, its own included; below 2^31, as all positions are
 };
 struct Ground {
   f32 *own, *other, *chance;  // shared memory of TILE * PITCH, TILE * PITCH and TILE * (TILE + 1)
@@ -132,15 +133,19 @@ DEVICE f32 largest_over_lanes(f32 value) {
 struct Queries {
   Span span;
   u32 head, key_head, first, count;
-  u32 seen, all;  // keys that the query of this thread sees, and any of them
+  u32 seen, all;  // the end of the keys that the query of this thread sees, and any of them
+  u32 from;       // the first tile with a key that any of them sees
 };
 DEVICE Queries queries_of(const Span* spans, Attending by) {
   const u32 head = block_index() % by.heads, tile = block_index() / by.heads;
   const Span span = span_of(spans, by.spans, tile, [](const Span& span) { return span.tile; });
   const u32 first = (tile - span.tile) * TILE, count = lesser(TILE, span.len - first);
-  const u32 all = span.before + first + count, own = span.before + first + thread_index() / LANES + 1;
-  return {span, head, head / (by.heads / by.key_heads), first, count, lesser(own, all), all};
+  const u32 base = span.before + first, all = base + count, own = base + thread_index() / LANES + 1;
+  const u32 from = base + 1 > by.window ? (base + 1 - by.window) / TILE * TILE : 0;
+  return {span, head, head / (by.heads / by.key_heads), first, count, lesser(own, all), all, from};
 }
+// Whether the query of this thread sees a key of its document.
+DEVICE bool sees(const Queries& queries, Attending by, u32 key) { return key < queries.seen && key + by.window >= queries.seen; }
 template <typename T>
 DEVICE Rows<T> query_rows(const T* query, Attending by, u32 head, u32 token, u32 count) {
   return {query + (static_cast<u64>(head) * by.tokens + token) * by.width, by.width, count};
@@ -164,26 +169,24 @@ DEVICE void attended(const T* query, const T* key, const T* value, const Span* s
   const Queries queries = queries_of(spans, by);
   const u32 token = queries.span.start + queries.first;
   const Rows<T> own = query_rows(query, by, queries.head, token, queries.count);
-  f32 sums[SLICES * EACH_SLICE] = {}, largest = 0.0f, total = 0.0f;
-  for (u32 at = 0; at < queries.all; at += TILE) {
+  // Below every score until a tile has a key that the query sees.
+  f32 sums[SLICES * EACH_SLICE] = {}, largest = from_bits(0xff800000u), total = 0.0f;
+  for (u32 at = queries.from; at < queries.all; at += TILE) {
     const u32 first = queries.span.first + at, count = lesser(TILE, queries.all - at);
     f32 scores[EACH_LANE];
     compare(scores, ground, own, key_rows(key, by, queries.key_head, first, count), by.width);
-    f32 most = scores[0] * scale;
+    f32 most = largest;
     UNROLL
     for (u32 c = 0; c < EACH_LANE; ++c) {
       scores[c] *= scale;
-      // A key that is not seen stands for none: the first key of all is seen by every query.
-      if (at + lane + LANES * c < queries.seen && most < scores[c]) most = scores[c];
+      if (sees(queries, by, at + lane + LANES * c) && most < scores[c]) most = scores[c];
     }
-    if (at + lane >= queries.seen) most = at == 0 ? from_bits(0xff800000u) : largest;
     most = largest_over_lanes(most);
-    if (at > 0 && most < largest) most = largest;
-    const f32 shrink = at == 0 ? 0.0f : exponential(largest - most);
+    const f32 shrink = total > 0.0f ? exponential(largest - most) : 0.0f;
     f32 part = 0.0f;
     UNROLL
     for (u32 c = 0; c < EACH_LANE; ++c) {
-      const f32 chance = at + lane + LANES * c < queries.seen ? exponential(scores[c] - most) : 0.0f;
+      const f32 chance = sees(queries, by, at + lane + LANES * c) ? exponential(scores[c] - most) : 0.0f;
       ground.chance[row * (TILE + 1) + lane + LANES * c] = chance;
       part += chance;
     }
@@ -221,7 +224,7 @@ DEVICE void attended_queries(const T* query, const T* key, const T* value, const
   if (there && lane == 0) along[place] = part;
   const f32 log = logs[place];
   f32 sums[SLICES * EACH_SLICE] = {};
-  for (u32 at = 0; at < queries.all; at += TILE) {
+  for (u32 at = queries.from; at < queries.all; at += TILE) {
     const u32 first = queries.span.first + at, count = lesser(TILE, queries.all - at);
     const Rows<T> keys = key_rows(key, by, queries.key_head, first, count);
     f32 scores[EACH_LANE], slopes[EACH_LANE];
@@ -229,7 +232,7 @@ DEVICE void attended_queries(const T* query, const T* key, const T* value, const
     compare(slopes, ground, grads, side_by_side(value, by, by.key_heads, queries.key_head, first, count), by.width);
     UNROLL
     for (u32 c = 0; c < EACH_LANE; ++c) {
-      const bool seen = there && at + lane + LANES * c < queries.seen;
+      const bool seen = there && sees(queries, by, at + lane + LANES * c);
       const f32 chance = seen ? exponential(scores[c] * scale - log) : 0.0f;
       ground.chance[row * (TILE + 1) + lane + LANES * c] = chance * (slopes[c] - part) * scale;
     }
@@ -249,12 +252,14 @@ DEVICE void attended_keys(const T* query, const T* key, const T* value, const Sp
   const Span span = span_of(spans, by.spans, tile, [](const Span& span) { return span.key_tile; });
   const u32 at = (tile - span.key_tile) * TILE, count = lesser(TILE, span.before + span.len - at);
   const u32 from = at < span.before ? 0 : (at - span.before) / TILE * TILE, own = at + row;
+  // The end of the queries that see one of these keys.
+  const u32 reach = at + count - 1 + by.window, end = reach > span.before ? lesser(span.len, reach - span.before) : 0;
   const Rows<T> keys = key_rows(key, by, head, span.first + at, count);
   const Rows<T> values = side_by_side(value, by, by.key_heads, head, span.first + at, count);
   f32 of_key[SLICES * EACH_SLICE] = {}, of_value[SLICES * EACH_SLICE] = {};
   for (u32 member = 0; member < group; ++member) {
     const u32 query_head = head * group + member;
-    for (u32 first = from; first < span.len; first += TILE) {
+    for (u32 first = from; first < end; first += TILE) {
       const u32 token = span.start + first, queries = lesser(TILE, span.len - first);
       const Rows<T> rows = query_rows(query, by, query_head, token, queries);
       const Rows<T> grads = side_by_side(grad, by, by.heads, query_head, token, queries);
@@ -264,7 +269,8 @@ DEVICE void attended_keys(const T* query, const T* key, const T* value, const Sp
       UNROLL
       for (u32 c = 0; c < EACH_LANE; ++c) {
         const u32 other = lane + LANES * c;
-        const bool seen = other < queries && own <= span.before + first + other && row < count;
+        const u32 at_key = span.before + first + other;
+        const bool seen = other < queries && own <= at_key && at_key < own + by.window && row < count;
         const u64 place = static_cast<u64>(query_head) * by.tokens + token + (seen ? other : 0);
         const f32 chance = seen ? exponential(scores[c] * scale - logs[place]) : 0.0f;
         slopes[c] = chance * (slopes[c] - along[place]) * scale;
@@ -294,45 +300,47 @@ DEVICE void attended_keys(const T* query, const T* key, const T* value, const Sp
 
 KERNEL(attention_f32, 256, LIMIT(96, 20864, 3),
        (const f32* query, const f32* key, const f32* value, const Span* spans, f32* out, f32* logs, u32 count, u32 tokens,
-        u32 keys, u32 heads, u32 key_heads, u32 width, f32 scale)) {
+        u32 keys, u32 heads, u32 key_heads, u32 width, u32 window, f32 scale)) {
   GROUND;
-  attended(query, key, value, spans, out, logs, {count, tokens, keys, heads, key_heads, width}, scale, {own, other, chance});
+  attended(query, key, value, spans, out, logs, {count, tokens, keys, heads, key_heads, width, window}, scale,
+           {own, other, chance});
 }
 KERNEL(attention_bf16, 256, LIMIT(96, 20864, 3),
        (const bf16* query, const bf16* key, const bf16* value, const Span* spans, bf16* out, f32* logs, u32 count, u32 tokens,
-        u32 keys, u32 heads, u32 key_heads, u32 width, f32 scale)) {
+        u32 keys, u32 heads, u32 key_heads, u32 width, u32 window, f32 scale)) {
   GROUND;
-  attended(query, key, value, spans, out, logs, {count, tokens, keys, heads, key_heads, width}, scale, {own, other, chance});
+  attended(query, key, value, spans, out, logs, {count, tokens, keys, heads, key_heads, width, window}, scale,
+           {own, other, chance});
 }
 KERNEL(attention_queries_f32, 256, LIMIT(96, 20864, 3),
        (const f32* query, const f32* key, const f32* value, const Span* spans, const f32* out, const f32* logs, const f32* grad,
-        f32* to_query, f32* along, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads, u32 width, f32 scale)) {
+        f32* to_query, f32* along, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads, u32 width, u32 window, f32 scale)) {
   GROUND;
-  attended_queries(query, key, value, spans, out, logs, grad, to_query, along, {count, tokens, keys, heads, key_heads, width},
-                   scale, {own, other, chance});
+  attended_queries(query, key, value, spans, out, logs, grad, to_query, along,
+                   {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});
 }
 KERNEL(attention_queries_bf16, 256, LIMIT(96, 20864, 3),
        (const bf16* query, const bf16* key, const bf16* value, const Span* spans, const bf16* out, const f32* logs,
         const bf16* grad, f32* to_query, f32* along, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads, u32 width,
-        f32 scale)) {
+        u32 window, f32 scale)) {
   GROUND;
-  attended_queries(query, key, value, spans, out, logs, grad, to_query, along, {count, tokens, keys, heads, key_heads, width},
-                   scale, {own, other, chance});
+  attended_queries(query, key, value, spans, out, logs, grad, to_query, along,
+                   {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});
 }
 KERNEL(attention_keys_f32, 256, LIMIT(160, 20864, 3),
        (const f32* query, const f32* key, const f32* value, const Span* spans, const f32* logs, const f32* along, const f32* grad,
         f32* to_key, f32* to_value, f32* wide_value, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads, u32 width,
-        f32 scale)) {
+        u32 window, f32 scale)) {
   GROUND;
   attended_keys(query, key, value, spans, logs, along, grad, to_key, to_value, wide_value,
-                {count, tokens, keys, heads, key_heads, width}, scale, {own, other, chance});
+                {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});
 }
 KERNEL(attention_keys_bf16, 256, LIMIT(160, 20864, 3),
        (const bf16* query, const bf16* key, const bf16* value, const Span* spans, const f32* logs, const f32* along,
         const bf16* grad, f32* to_key, bf16* to_value, f32* wide_value, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads,
-        u32 width, f32 scale)) {
+        u32 width, u32 window, f32 scale)) {
   GROUND;
   attended_keys(query, key, value, spans, logs, along, grad, to_key, to_value, wide_value,
-                {count, tokens, keys, heads, key_heads, width}, scale, {own, other, chance});
+                {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});
 }
 #undef GROUND

@@ -17,9 +17,9 @@ use crate::model::{
 };
 
 /// Model FLOPs of forward and backward over `tokens`, which layer by layer are sent to experts `routed` times, with
-/// `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of attention
-/// inside each document, the router, the experts, and the head. Norms, activations, the optimizer and recomputation are
-/// not counted.
+/// `pairs` of a query and a key that see each other in all layers: projections, the grouped convolution, attention to
+/// what each document's mask and window leave, the router, the experts, and the head. Norms, activations, the optimizer
+/// and recomputation are not counted.
 pub fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
     let by = MicroBatchShape { tokens: tokens as i64, chunks: 1, routed: &[], recompute: false };
     let all = matmuls::of_micro_batch(config, by);
@@ -249,13 +249,13 @@ mod tests {
                 }
             })
             .sum();
-        let (tokens, layers) = (1000, config.num_hidden_layers as u64);
+        let tokens = 1000;
         let routed = vec![tokens; config.num_hidden_layers as usize];
         let found = flops(&config, tokens, &routed, 0);
         assert_eq!(found, 6.0 * active as f64 * tokens as f64);
         let with = flops(&config, tokens, &routed, 10);
-        // Scores and values: 2 x 2 x query width for a pair, in each layer, three times.
-        assert_eq!(with - found, (12 * config.query_size() as u64 * 10 * layers) as f64);
+        // Scores and values: 2 x 2 x query width for a pair, three times.
+        assert_eq!(with - found, (12 * config.query_size() as u64 * 10) as f64);
     }
 
     /// Three matmuls of an expert's width instead of a router and one expert: 6 operations per weight and token.
@@ -286,7 +286,7 @@ mod tests {
         let specs = parameters(&config);
         let weights: u64 =
             specs.iter().filter(|spec| spec.shape.len() > 1).map(ParamSpec::elements).sum();
-        let pairs = 2.0 * 12.0 * (7 * config.query_size()) as f64;
+        let pairs = 12.0 * (7 * config.query_size()) as f64;
         assert_eq!(flops(&config, 5, &[0, 0], 7), 6.0 * 5.0 * weights as f64 + pairs);
     }
 }

@@ -39,22 +39,25 @@ inline std::vector<Document> documents(const at::Tensor& query_ends, const at::T
   return all;
 }
 
-// Of one document, [K, G, ...]: queries, keys, values, and scores with what comes later than a query masked. The last query sees
-// the last key.
+// Of one document, [K, G, ...]: queries, keys, values, and scores with what comes later than a query masked, and what comes more
+// than `before` keys earlier. The last query sees the last key.
 struct Scored {
   at::Tensor query, key, value, logits;
 };
 
-inline Scored scored(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Document& of, double scale) {
+inline Scored scored(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Document& of, double scale,
+                     std::optional<c10::SymInt> before) {
   const int64_t heads = key.size(1), group = query.size(1) / heads;
   const auto part = [&](const at::Tensor& tensor, int64_t first, int64_t count) {
     return tensor.narrow(0, first, count).to(at::kFloat).unflatten(1, {heads, -1}).permute({1, 2, 0, 3});
   };
   TORCH_CHECK(query.size(1) == heads * group, "stand-in: heads");
   Scored made{part(query, of.query, of.queries), part(key, of.key, of.keys), part(value, of.key, of.keys), {}};
-  const at::Tensor later = at::ones({of.queries, of.keys}, at::kBool).triu(of.keys - of.queries + 1);
+  const at::Tensor all = at::ones({of.queries, of.keys}, at::kBool);
+  at::Tensor hidden = all.triu(of.keys - of.queries + 1);
+  if (before) hidden = hidden.logical_or(all.tril(of.keys - of.queries - before->expect_int() - 1));
   made.logits = at::matmul(made.query, made.key.transpose(-1, -2)).mul(scale);
-  made.logits = made.logits.masked_fill(later, -std::numeric_limits<double>::infinity());
+  made.logits = made.logits.masked_fill(hidden, -std::numeric_limits<double>::infinity());
   return made;
 }
 
@@ -63,14 +66,14 @@ using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 inline Five attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& query_ends,
                    const std::optional<at::Tensor>& key_ends, c10::SymInt most, c10::SymInt most_keys, double dropout, bool causal,
-                   bool, std::optional<double> scale, std::optional<c10::SymInt>, std::optional<c10::SymInt>,
+                   bool, std::optional<double> scale, std::optional<c10::SymInt> before, std::optional<c10::SymInt>,
                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
   TORCH_CHECK(query.scalar_type() == at::kBFloat16 && dropout == 0 && causal && scale, "stand-in: attention of another kind");
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "stand-in: numbers of a head in pieces");
   at::Tensor out = at::empty_like(query);
   at::Tensor logs = at::empty({query.size(1), query.size(0)}, at::kFloat);
   for (const Document& of : documents(*query_ends, *key_ends, most.expect_int(), most_keys.expect_int())) {
-    const Scored made = scored(query, key, value, of, *scale);
+    const Scored made = scored(query, key, value, of, *scale, before);
     const at::Tensor heads = at::matmul(made.logits.softmax(-1), made.value);
     out.narrow(0, of.query, of.queries).copy_(heads.permute({2, 0, 1, 3}).flatten(1, 2));
     logs.narrow(1, of.query, of.queries).copy_(made.logits.logsumexp(-1).flatten(0, 1));
@@ -81,12 +84,12 @@ inline Five attend(const at::Tensor& query, const at::Tensor& key, const at::Ten
 inline Three attend_back(const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const at::Tensor& out, const at::Tensor& logs, const at::Tensor& query_ends, const at::Tensor& key_ends,
                          c10::SymInt most, c10::SymInt most_keys, double dropout, bool causal, const at::Tensor&, const at::Tensor&,
-                         std::optional<double> scale, std::optional<c10::SymInt>, std::optional<c10::SymInt>) {
+                         std::optional<double> scale, std::optional<c10::SymInt> before, std::optional<c10::SymInt>) {
   TORCH_CHECK(dropout == 0 && causal && scale, "stand-in: attention of another kind");
   const at::Tensor to_query = at::empty_like(query), to_key = at::empty_like(key), to_value = at::empty_like(value);
   const int64_t heads = key.size(1);
   for (const Document& of : documents(query_ends, key_ends, most.expect_int(), most_keys.expect_int())) {
-    const Scored made = scored(query, key, value, of, *scale);
+    const Scored made = scored(query, key, value, of, *scale, before);
     const auto part = [&](const at::Tensor& tensor) {
       return tensor.narrow(0, of.query, of.queries).to(at::kFloat).unflatten(1, {heads, -1}).permute({1, 2, 0, 3});
     };

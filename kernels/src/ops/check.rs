@@ -228,6 +228,9 @@ pub(super) fn attention(by: Attention) -> Result<i64> {
         let wanted = format!("spans in order that cover {tokens} queries and {others} keys");
         return Err(call.refuse("spans", format!("{:?}", by.spans), wanted));
     }
+    if let Some(window) = by.window.filter(|window| *window < 1) {
+        return Err(call.refuse("window", window.to_string(), "1 or more".to_owned()));
+    }
     Ok(tokens)
 }
 

@@ -228,6 +228,8 @@ pub struct Attention<'a> {
     pub spans: &'a [AttentionSpan],
     /// `[H, K, d]`.
     pub shape: [i64; 3],
+    /// How many keys a query sees, that of its own token included: the last ones. `None`: all earlier ones.
+    pub window: Option<i64>,
     /// Where a table may cache data derived from the spans, for all layers with the same spans.
     pub kept: Option<&'a OnceCell<Tensor>>,
 }

@@ -8,16 +8,16 @@ use std::sync::Mutex;
 use kernels::Result;
 use kernels::device::Stager;
 use kernels::ops::{
-    AdamWStep, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch,
-    NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
-    ResidualScaling,
+    AdamWStep, Attended, Attention, AttentionGrads, AttentionSpan, CPU, ConvShift, ConvShiftGrads,
+    Dispatch, NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads,
+    ResidualGrads, ResidualScaling,
 };
 use tch::{Device, Kind, Tensor};
 
 use super::matmuls::{self, MatmulShape, MicroBatchShape};
 use crate::model::{
     self, ActivationCheckpointing, Attention as AttentionKind, CollectedGradients, FeedForward,
-    MicroBatchInput, MicroBatchOptions, RouterKind, SkipOutput, ZayaConfig,
+    LayerType, MicroBatchInput, MicroBatchOptions, RouterKind, SkipOutput, ZayaConfig,
 };
 use crate::timing::StepPart;
 
@@ -63,7 +63,12 @@ impl Ops for CountingOps {
     }
 
     fn attention(&self, by: Attention) -> Result<Attended> {
-        let pairs: f64 = by.spans.iter().map(|span| (span.len * (span.len + 1) / 2) as f64).sum();
+        let seen = |span: &AttentionSpan| {
+            (1..=span.len)
+                .map(|keys| by.window.map_or(keys, |window| keys.min(window)))
+                .sum::<i64>()
+        };
+        let pairs = by.spans.iter().map(seen).sum::<i64>() as f64;
         let [queries, _, width] = by.shape;
         SEEN.lock().unwrap().as_mut().unwrap().attention += 4.0 * (queries * width) as f64 * pairs;
         CPU.attention(by)
@@ -228,6 +233,11 @@ fn models() -> Vec<ZayaConfig> {
     vec![
         ZayaConfig { layers: gqa.clone(), feed_forward: vec![FeedForward::Mlp], ..nano.clone() },
         ZayaConfig { layers: vec![AttentionKind::Linear, AttentionKind::Cca], ..nano.clone() },
+        ZayaConfig {
+            sliding_window: 7,
+            layer_types: vec![LayerType::Sliding, LayerType::Full],
+            ..nano.clone()
+        },
         ZayaConfig { layers: gqa, router: RouterKind::Linear, skip: SkipOutput::None, ..moe },
         nano,
     ]
@@ -282,7 +292,7 @@ fn a_micro_batch_multiplies_what_is_planned() {
         }
         assert_eq!(found, planned, "{:?}: {rows} x {seq_len}", config.layers);
         let starts: &[u32] = if config.document_mask { &[0, 20] } else { &[0] };
-        let pairs = rows as u64 * model::causal_pairs(starts, seq_len as u32);
+        let pairs = rows as u64 * model::attended_pairs(&config, starts, seq_len as u32);
         assert_eq!(seen.attention, matmuls::of_attention(&config, 0, pairs));
     }
 }

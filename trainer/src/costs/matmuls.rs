@@ -101,16 +101,13 @@ fn with(config: &ZayaConfig, kind: FeedForward) -> u64 {
     config.kinds().filter(|(_, one)| *one == kind).count() as u64
 }
 
-/// Operations of attention over `pairs` of a query and a key that see each other, and of linear attention's recurrence
-/// over `tokens`, however it is computed, in all layers, forward; twice as many backward.
+/// Operations of attention over `pairs` of a query and a key that see each other, in all layers together, and of linear
+/// attention's recurrence over `tokens`, however it is computed, forward; twice as many backward.
 pub fn of_attention(config: &ZayaConfig, tokens: u64, pairs: u64) -> f64 {
     let (query, key) = (config.query_size() as f64, config.key_size() as f64);
     let state = 2.0 * (query + key) * (config.head_dim + 1) as f64 * tokens as f64;
-    let layer = |kind| match kind {
-        Attention::Cca | Attention::Gqa => 4.0 * query * pairs as f64,
-        Attention::Linear => state,
-    };
-    config.kinds().map(|(kind, _)| layer(kind)).sum()
+    let linear = config.kinds().filter(|(kind, _)| *kind == Attention::Linear).count();
+    4.0 * query * pairs as f64 + linear as f64 * state
 }
 
 /// Merges equal matmuls into one entry.

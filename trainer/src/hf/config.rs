@@ -10,8 +10,8 @@ use store::manifest::TokenizerRecord;
 
 use super::family::HfModel;
 use crate::model::{
-    Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind, SkipOutput,
-    ZayaConfig,
+    Attention, BalanceKind, FeedForward, LayerType, LogitsDtype, ResidualKind, RouterKind,
+    SkipOutput, ZayaConfig,
 };
 
 /// The software that wrote a folder.
@@ -80,6 +80,15 @@ const QWEN3_MOE: [&str; 4] =
 const ZYPHRA: [&str; 5] =
     ["zaya_layers", "cca", "zaya_mlp_expansion", "ffn_hidden_size", "ffn_hidden_size_list"];
 
+/// What ZAYA1's code and the others' call a layer without a window, and one with it.
+const ZAYA_TYPES: [&str; 2] = ["hybrid", "hybrid_sliding"];
+const TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
+
+/// The type of each layer, by these names.
+fn listed(config: &ZayaConfig, names: [&'static str; 2]) -> Vec<&'static str> {
+    config.windows().map(|window| names[usize::from(window.is_some())]).collect()
+}
+
 /// `config.json` of a model, as `transformers` reads it.
 pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
     let (mut fields, model) = (Map::new(), HfModel::like(config));
@@ -98,16 +107,18 @@ pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
         // A padding row of the embedding would get no gradient there; none of our tokens is padding.
         "pad_token_id": null, "bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end,
     });
+    let window = config.windows().flatten().next();
     let special = match model {
         HfModel::Zaya => {
-            let rope = json!({
-                "rope_type": "default", "rope_theta": config.rope_theta,
-                "partial_rotary_factor": config.partial_rotary_factor,
-            });
-            let layers = vec!["hybrid"; config.num_hidden_layers as usize];
+            let rope = |slides| {
+                json!({
+                    "rope_type": "default", "rope_theta": config.theta(slides),
+                    "partial_rotary_factor": config.partial_rotary_factor,
+                })
+            };
             json!({
-                "rope_parameters": {"hybrid": rope, "hybrid_sliding": rope},
-                "layer_types": layers, "sliding_window": null,
+                "rope_parameters": {"hybrid": rope(false), "hybrid_sliding": rope(true)},
+                "layer_types": listed(config, ZAYA_TYPES), "sliding_window": window,
             })
         }
         _ => json!({
@@ -119,15 +130,26 @@ pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
     };
     let experts = match model {
         HfModel::Mixtral => json!({
-            "num_local_experts": config.num_experts, "sliding_window": null,
+            "num_local_experts": config.num_experts, "sliding_window": window,
             "num_experts_per_tok": config.num_experts_per_tok,
         }),
         HfModel::Qwen3Moe => json!({
-            "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": false,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "use_sliding_window": window.is_some(),
         }),
         _ => json!({}),
     };
-    for part in [rest, special, experts] {
+    let sliding = match model {
+        HfModel::Qwen3 if window.is_some() => json!({
+            "use_sliding_window": true, "sliding_window": window,
+            "layer_types": listed(config, TYPES),
+            // Releases that do not read the list.
+            "max_window_layers": config.windows().take_while(Option::is_none).count(),
+        }),
+        HfModel::Qwen3Moe if window.is_some() => json!({ "sliding_window": window }),
+        _ => json!({}),
+    };
+    for part in [rest, special, experts, sliding] {
         fields.extend(part.as_object().cloned().unwrap_or_default());
     }
     Value::Object(fields)
@@ -217,17 +239,12 @@ impl Reader<'_> {
 
     fn transformers(&mut self) -> Result<Found> {
         let mut found = self.shared();
-        let full = |kind: &Value| matches!(kind.as_str(), Some("hybrid" | "full_attention"));
-        match self.get("layer_types") {
-            Some(Value::Array(kinds)) if !kinds.iter().all(full) => {
-                let why = "its layers attend to a window, which this model does not";
-                return Err(self.refuse("layer_types", "\"hybrid\" for every layer", why));
-            }
-            Some(Value::Array(kinds)) if !kinds.is_empty() => {
-                found.insert("num_hidden_layers".to_owned(), kinds.len().into());
-            }
-            _ => {}
+        if let Some(Value::Array(kinds)) = self.get("layer_types")
+            && !kinds.is_empty()
+        {
+            found.insert("num_hidden_layers".to_owned(), kinds.len().into());
         }
+        self.windows(HfModel::Zaya, &mut found)?;
         Ok(found)
     }
 
@@ -235,23 +252,13 @@ impl Reader<'_> {
     /// `transformers`.
     fn baseline(&mut self, model: HfModel) -> Result<Found> {
         self.only("mlp_bias", &json!(false), "its feed-forwards have biases")?;
-        self.only("use_sliding_window", &json!(false), "its layers attend to a window")?;
-        if model == HfModel::Mixtral && self.get("sliding_window").is_some() {
-            let why = "its layers attend to a window, which this model does not";
-            return Err(self.refuse("sliding_window", "null", why));
-        }
-        if let Some(Value::Array(kinds)) = self.get("layer_types")
-            && !kinds.iter().all(|kind| kind == "full_attention")
-        {
-            let why = "its layers attend to a window, which this model does not";
-            return Err(self.refuse("layer_types", "\"full_attention\" for every layer", why));
-        }
         let mut found: Found =
             defaults(model).as_object().cloned().unwrap_or_default().into_iter().collect();
         if self.fields.get("num_key_value_heads").is_some_and(Value::is_null) {
             found.remove("num_key_value_heads");
         }
         found.extend(self.named(SHARED.iter()));
+        self.windows(model, &mut found)?;
         self.rope(&mut found)?;
         if found.get("partial_rotary_factor").is_some_and(|factor| factor.as_f64() != Some(1.0)) {
             let why = "a part of each head is rotated, which transformers' code for it does not do";
@@ -275,6 +282,70 @@ impl Reader<'_> {
             ("qk_norm".to_owned(), model.has_qk_norm().into()),
         ]);
         Ok(found)
+    }
+
+    /// Which layers slide over how many tokens, as transformers' code for the model decides it.
+    fn windows(&self, model: HfModel, found: &mut Found) -> Result<()> {
+        let qwen = model.has_qk_norm();
+        let window = match self.fields.get("sliding_window") {
+            None if qwen => Some(json!(4096)),
+            given => given.filter(|window| !window.is_null()).cloned(),
+        };
+        let given = self.get("use_sliding_window") == Some(&json!(true));
+        let (on, listed) = (given && window.is_some(), self.listed(model)?);
+        let layers = found.get("num_hidden_layers").and_then(Value::as_i64).unwrap_or(1);
+        let all = |slides: bool| vec![slides; layers.clamp(1, 1 << 12) as usize];
+        let slides = match (model, &listed) {
+            (HfModel::Zaya | HfModel::Qwen3, Some(listed)) => listed.clone(),
+            (HfModel::Qwen3, None) => {
+                let first = self.largest("max_window_layers")?.unwrap_or(28);
+                (0..).zip(all(on)).map(|(layer, on)| on && layer >= first).collect()
+            }
+            (HfModel::Mixtral, _) => all(window.is_some()),
+            (HfModel::Qwen3Moe, _) => all(on),
+            (HfModel::Zaya | HfModel::Llama, _) => all(false),
+        };
+        if listed.is_some_and(|listed| listed != slides || listed.len() as i64 != layers) {
+            let why = "its list of layers is not what transformers' code for it computes";
+            let wanted = match model {
+                HfModel::Zaya | HfModel::Qwen3 => format!("{layers} types"),
+                _ => format!("{layers} times {:?}", TYPES[usize::from(slides.contains(&true))]),
+            };
+            return Err(self.refuse("layer_types", &wanted, why));
+        }
+        let sliding = slides.contains(&true);
+        if (given && model == HfModel::Llama) || (sliding && qwen && !on) {
+            let why = "its layers attend to a window, which transformers' code for it does not do";
+            return Err(self.refuse("use_sliding_window", &(!given).to_string(), why));
+        }
+        if sliding {
+            let tokens = window.filter(|window| window.as_i64().is_some_and(|tokens| tokens > 0));
+            let wanted = "a number of tokens, at least 1";
+            let why = "its layers attend to a window";
+            let tokens = tokens.ok_or_else(|| self.refuse("sliding_window", wanted, why))?;
+            let types = [LayerType::Full, LayerType::Sliding];
+            let types =
+                shortest(slides.into_iter().map(|slides| types[usize::from(slides)]).collect());
+            found.insert("sliding_window".to_owned(), tokens);
+            found.insert("layer_types".to_owned(), json!(types));
+        }
+        Ok(())
+    }
+
+    /// Which layers its list says slide.
+    fn listed(&self, model: HfModel) -> Result<Option<Vec<bool>>> {
+        let names = if model == HfModel::Zaya { ZAYA_TYPES } else { TYPES };
+        let slides = |kind: &Value| match kind.as_str() {
+            Some("full_attention") => Some(false),
+            Some(name) => names.iter().position(|one| *one == name).map(|place| place > 0),
+            None => None,
+        };
+        let Some(Value::Array(kinds)) = self.get("layer_types") else { return Ok(None) };
+        let all: Option<Vec<bool>> = kinds.iter().map(slides).collect();
+        let wanted = || format!("{:?} or {:?} for each layer", names[0], names[1]);
+        let why = "its layers are of other types";
+        let all = all.ok_or_else(|| self.refuse("layer_types", &wanted(), why))?;
+        Ok(Some(all).filter(|all| !all.is_empty()))
     }
 
     /// The keys of a router of one matrix and its experts.
@@ -404,6 +475,7 @@ impl Reader<'_> {
         let nested = self.get("rope_parameters").and_then(Value::as_object);
         let inner = nested.map(|all| {
             let by_type = all.get("hybrid").or(all.get("full_attention"));
+            let by_type = by_type.or(all.get("hybrid_sliding"));
             by_type.and_then(Value::as_object).unwrap_or(all)
         });
         if self.get("rope_scaling").is_some_and(|scaling| *scaling != json!(false)) {
@@ -421,8 +493,48 @@ impl Reader<'_> {
                 found.insert(key.to_owned(), value.clone());
             }
         }
+        match (inner, nested.and_then(|all| all.get("hybrid_sliding"))) {
+            _ if !found.contains_key("sliding_window") => Ok(()),
+            (Some(inner), Some(sliding)) => self.sliding_rope(inner, sliding, found),
+            (None, _) if !found.contains_key("rope_theta") => {
+                // The class's own.
+                found.insert("sliding_rope_theta".to_owned(), json!(1e4));
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The rotary embedding of layers that slide, next to that of the others.
+    fn sliding_rope(
+        &self,
+        full: &Map<String, Value>,
+        sliding: &Value,
+        found: &mut Found,
+    ) -> Result<()> {
+        let kind = sliding.get("rope_type").and_then(Value::as_str);
+        let parts = [full.get("partial_rotary_factor"), sliding.get("partial_rotary_factor")];
+        if kind.is_some_and(|kind| kind != "default") || parts[0] != parts[1] {
+            let why =
+                "the rotary embedding of its layers with a window is scaled or has another size";
+            let wanted = "rope_type \"default\" and one partial_rotary_factor";
+            return Err(self.refuse("rope_parameters", wanted, why));
+        }
+        if let Some(theta) =
+            sliding.get("rope_theta").filter(|theta| found.get("rope_theta") != Some(theta))
+        {
+            found.insert("sliding_rope_theta".to_owned(), theta.clone());
+        }
         Ok(())
     }
+}
+
+/// The shortest list that repeats as `types`.
+fn shortest(mut types: Vec<LayerType>) -> Vec<LayerType> {
+    let repeats = |length: &usize| types.iter().zip(types[*length..].iter()).all(|(a, b)| a == b);
+    let length = (1..types.len()).find(repeats).unwrap_or(types.len());
+    types.truncate(length);
+    types
 }
 
 /// What the classes of `transformers` take for a field that a file leaves out.

@@ -16,8 +16,8 @@ use super::family::HfModel;
 use super::import::import;
 use crate::costs::flops;
 use crate::model::{
-    Attention, BalanceKind, FeedForward, ParamSpec, ResidualKind, RouterKind, SkipOutput,
-    ZayaConfig, active_parameters, init, init_balance, parameters,
+    Attention, BalanceKind, FeedForward, LayerType, ParamSpec, ResidualKind, RouterKind,
+    SkipOutput, ZayaConfig, active_parameters, init, init_balance, parameters,
 };
 use crate::optim::balance::RouterBalance;
 
@@ -48,6 +48,11 @@ fn baseline(qk_norm: bool, tie_word_embeddings: bool) -> ZayaConfig {
         qk_norm,
         ..ZayaConfig::preset("zaya1-8b").unwrap()
     }
+}
+
+/// The same with a window in these layers.
+fn sliding(layer_types: &[LayerType], config: ZayaConfig) -> ZayaConfig {
+    ZayaConfig { sliding_window: 5, layer_types: layer_types.to_vec(), ..config }
 }
 
 /// The same with three experts, two of them for each token.
@@ -113,6 +118,7 @@ fn names(model: HfModel, tied: bool, experts: i64) -> BTreeSet<String> {
 
 #[test]
 fn a_baseline_goes_out_and_in_again() {
+    use LayerType::{Full, Sliding};
     for (config, model) in [
         (baseline(false, false), HfModel::Llama),
         (baseline(false, true), HfModel::Llama),
@@ -120,6 +126,11 @@ fn a_baseline_goes_out_and_in_again() {
         (routed(false, true), HfModel::Mixtral),
         (routed(true, true), HfModel::Qwen3Moe),
         (routed(true, false), HfModel::Qwen3Moe),
+        (sliding(&[Sliding], baseline(true, true)), HfModel::Qwen3),
+        (sliding(&[Full, Sliding], baseline(true, true)), HfModel::Qwen3),
+        (sliding(&[Sliding, Full], baseline(true, false)), HfModel::Qwen3),
+        (sliding(&[Sliding], routed(false, true)), HfModel::Mixtral),
+        (sliding(&[Sliding], routed(true, true)), HfModel::Qwen3Moe),
         (
             ZayaConfig { num_experts: 1, num_experts_per_tok: 1, ..routed(true, false) },
             HfModel::Qwen3Moe,
@@ -222,9 +233,11 @@ fn a_file_that_leaves_out_defaults_is_understood() {
     assert_eq!((found.num_key_value_heads, found.hidden_size), (4, 2048));
     assert_eq!(HfModel::of(&found).unwrap(), HfModel::Qwen3Moe);
     for (model, key, to) in [
-        ("mixtral", "sliding_window", json!(4096)),
+        ("mixtral", "sliding_window", json!(0)),
+        ("mixtral", "layer_types", json!(["sliding_attention"])),
         ("mixtral", "num_experts_per_tok", json!(9)),
-        ("qwen3_moe", "use_sliding_window", json!(true)),
+        ("qwen3_moe", "layer_types", json!(["sliding_attention"])),
+        ("qwen3", "layer_types", json!(["sliding"])),
         ("qwen3_moe", "mlp_only_layers", json!([0])),
         ("qwen3_moe", "decoder_sparse_step", json!(2)),
         ("qwen3_moe", "norm_topk_prob", json!("yes")),
@@ -251,6 +264,35 @@ fn a_file_that_leaves_out_defaults_is_understood() {
         let class = [Class::Data, Class::Usage].contains(&fault.class());
         assert!(class && fault.to_string().contains(key), "{fault}");
     }
+}
+
+/// As transformers' configurations and masks decide which layers slide.
+#[test]
+fn windows_are_those_of_transformers() {
+    let windows = |value: Value| {
+        let found = config::read(&value.to_string(), "config.json").unwrap().config;
+        assert_eq!(found.layer_types.contains(&LayerType::Sliding), found.sliding_window > 0);
+        found.windows().collect::<Vec<_>>()
+    };
+    let qwen = |more: Value| {
+        let mut all = json!({"model_type": "qwen3", "num_hidden_layers": 4, "head_dim": 8,
+            "use_sliding_window": true, "sliding_window": 64, "max_window_layers": 3});
+        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        all
+    };
+    let some = Some(64);
+    assert_eq!(windows(qwen(json!({}))), [None, None, None, some]);
+    assert_eq!(windows(qwen(json!({"max_window_layers": 0}))), [some; 4]);
+    assert_eq!(windows(qwen(json!({"use_sliding_window": false}))), [None; 4]);
+    assert_eq!(windows(qwen(json!({"sliding_window": null}))), [None; 4]);
+    let types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"];
+    assert_eq!(windows(qwen(json!({"layer_types": types}))), [some, None, some, None]);
+    assert_eq!(windows(qwen(json!({"model_type": "qwen3_moe"}))), [some; 4]);
+    let bare =
+        json!({"model_type": "qwen3_moe", "num_hidden_layers": 2, "use_sliding_window": true});
+    assert_eq!(windows(bare), [Some(4096); 2]);
+    let mixtral = json!({"model_type": "mixtral", "num_hidden_layers": 2, "sliding_window": 9});
+    assert_eq!(windows(mixtral), [Some(9); 2]);
 }
 
 /// Mixtral 8x7B has 46.7 billion parameters of which a token uses 12.9 (arXiv 2401.04088, section 2.1), Qwen3-30B-A3B
@@ -282,6 +324,7 @@ fn a_model_that_transformers_lacks_is_refused_with_its_key() {
     let llama = baseline(false, true);
     let mixed = vec![Attention::Gqa, Attention::Cca];
     let (both, mixtral) = (vec![FeedForward::Mlp, FeedForward::Moe], routed(false, true));
+    let slides = sliding(&[LayerType::Sliding], mixtral.clone());
     let cases = [
         ("skip", of(ZayaConfig { skip: SkipOutput::Identity, ..zaya.clone() })),
         ("residual", of(ZayaConfig { residual: ResidualKind::Plain, ..zaya.clone() })),
@@ -296,6 +339,9 @@ fn a_model_that_transformers_lacks_is_refused_with_its_key() {
         ("num_shared_experts", of(ZayaConfig { num_shared_experts: 1, ..mixtral })),
         ("num_shared_experts", of(ZayaConfig { num_shared_experts: 1, ..zaya.clone() })),
         ("residual", of(ZayaConfig { residual: ResidualKind::Scaled, ..llama.clone() })),
+        ("sliding_window", of(sliding(&[LayerType::Sliding], llama.clone()))),
+        ("sliding_rope_theta", of(ZayaConfig { sliding_rope_theta: 2e4, ..slides.clone() })),
+        ("layer_types", of(sliding(&[LayerType::Sliding, LayerType::Full], slides))),
         ("partial_rotary_factor", of(ZayaConfig { partial_rotary_factor: 0.5, ..llama })),
     ];
     for (key, text) in cases {

@@ -3,7 +3,8 @@
 use contract::{Fault, Result};
 
 use crate::model::{
-    Attention, BalanceKind, FeedForward, ResidualKind, RouterKind, SkipOutput, ZayaConfig,
+    Attention, BalanceKind, FeedForward, LayerType, ResidualKind, RouterKind, SkipOutput,
+    ZayaConfig,
 };
 
 /// A model of `transformers`.
@@ -79,9 +80,13 @@ impl HfModel {
         let model = HfModel::like(config);
         let odd = match model {
             HfModel::Zaya => odd_for_zaya(config),
-            HfModel::Llama | HfModel::Qwen3 => odd_for_llama(config, FeedForward::Mlp),
+            HfModel::Llama | HfModel::Qwen3 => {
+                odd_for_llama(config, FeedForward::Mlp).or_else(|| odd_window(config, model))
+            }
             HfModel::Mixtral | HfModel::Qwen3Moe => {
-                odd_for_llama(config, FeedForward::Moe).or_else(|| odd_for_experts(config, model))
+                let odd = odd_for_llama(config, FeedForward::Moe);
+                let odd = odd.or_else(|| odd_for_experts(config, model));
+                odd.or_else(|| odd_window(config, model))
             }
         };
         match odd {
@@ -138,6 +143,22 @@ fn odd_for_llama(config: &ZayaConfig, feed_forwards: FeedForward) -> Option<OddK
             .then(|| ("residual", quoted(residual.name()), "\"plain\"")))
         .or((config.rotary_dim() != config.head_dim)
             .then(|| ("partial_rotary_factor", factor.to_string(), "1.0")))
+}
+
+/// In the layers with a window.
+fn odd_window(config: &ZayaConfig, model: HfModel) -> Option<OddKey> {
+    let (window, theta) = (config.sliding_window, config.sliding_rope_theta);
+    let types: Vec<_> = config.layer_types.iter().map(|one| one.name()).collect();
+    let mixed = config.windows().any(|window| window.is_none());
+    let every = model != HfModel::Qwen3 && mixed;
+    let other = theta > 0.0 && theta != config.rope_theta;
+    if !config.layer_types.contains(&LayerType::Sliding) {
+        return None;
+    }
+    (model == HfModel::Llama)
+        .then(|| ("sliding_window", window.to_string(), "0"))
+        .or(every.then(|| ("layer_types", format!("{types:?}"), "one type for every layer")))
+        .or(other.then(|| ("sliding_rope_theta", theta.to_string(), "0")))
 }
 
 /// In the router and its experts.

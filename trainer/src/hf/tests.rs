@@ -16,6 +16,7 @@ use super::export::{model_files, named};
 use super::files::write_parts;
 use super::import::{HfImport, import};
 use super::start::InitialModel;
+use crate::model::LayerType::{Full, Sliding};
 use crate::model::parity::{Fixture, relative};
 use crate::model::{LogitsDtype, SkipOutput, ZayaConfig, balance_name, logits, parameters};
 use crate::optim::balance::RouterBalance;
@@ -357,6 +358,22 @@ fn a_model_that_is_computed_otherwise_is_refused_with_the_key() {
         assert!(fault.to_string().contains(key), "{fault}");
     }
     let ours = config::write(&wide, &record());
+    let sliding =
+        ZayaConfig { sliding_window: 9, layer_types: vec![Sliding, Full], ..wide.clone() };
+    for theta in [0.0, 1e4] {
+        let sliding = ZayaConfig { sliding_rope_theta: theta, ..sliding.clone() };
+        let written = config::write(&sliding, &record());
+        assert_eq!(written["layer_types"], json!(["hybrid_sliding", "hybrid", "hybrid_sliding"]));
+        assert_eq!(config::read(&written.to_string(), "config.json").unwrap().config, sliding);
+    }
+    let mut written = config::write(&sliding, &record());
+    written["rope_parameters"]["hybrid_sliding"]["partial_rotary_factor"] = json!(1.0);
+    let fault = config::read(&written.to_string(), "config.json").unwrap_err();
+    assert!(fault.to_string().contains("rope_parameters"), "{fault}");
+    let mut bare = config::write(&sliding, &record());
+    bare.as_object_mut().unwrap().remove("rope_parameters");
+    let bare = config::read(&bare.to_string(), "config.json").unwrap().config;
+    assert_eq!((bare.rope_theta, bare.sliding_rope_theta), (5e6, 1e4), "the class's own");
     for (key, to) in [
         ("model_type", json!("bloom")),
         ("layer_types", json!(["hybrid", "hybrid_sliding", "hybrid"])),

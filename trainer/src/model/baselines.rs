@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use super::agreement::same_bits;
 use super::cuts::{both, model_of};
 use super::{
-    ActivationCheckpointing, Attention, BalanceKind, Cut, FeedForward, MicroBatchOptions,
-    ResidualKind, RouterKind, SkipOutput, ZayaConfig, parameters,
+    ActivationCheckpointing, Attention, BalanceKind, Cut, FeedForward, LayerType,
+    MicroBatchOptions, ResidualKind, RouterKind, SkipOutput, ZayaConfig, parameters,
 };
 
 fn kinds<T: Clone + std::fmt::Debug + 'static>(all: [T; 2]) -> impl Strategy<Value = Vec<T>> {
@@ -25,10 +25,16 @@ fn models() -> impl Strategy<Value = ZayaConfig> {
     let flags = any::<[bool; 3]>();
     let residual = prop::sample::select(vec![ResidualKind::Scaled, ResidualKind::Plain]);
     let rotary = prop::sample::select(vec![0.25, 0.5, 1.0]);
-    let all = (layers, feed_forward, flags, residual, routers(), rotary);
-    all.prop_map(|(layers, feed_forward, flags, residual, routers, rotary)| {
+    let all = (layers, feed_forward, flags, residual, routers(), (rotary, sliding()));
+    all.prop_map(|(layers, feed_forward, flags, residual, routers, (rotary, sliding))| {
         let [qk_norm, document_mask, tie_word_embeddings] = flags;
+        let softmax = !layers.contains(&Attention::Linear);
+        let (sliding_window, layer_types, sliding_rope_theta) =
+            sliding.filter(|_| softmax).unwrap_or((0, vec![LayerType::Full], 0.0));
         ZayaConfig {
+            sliding_window,
+            layer_types,
+            sliding_rope_theta,
             residual,
             tie_word_embeddings,
             layers,
@@ -40,6 +46,19 @@ fn models() -> impl Strategy<Value = ZayaConfig> {
             ..routers
         }
     })
+}
+
+/// Windows shorter than a chunk and longer ones, in both layers or in the second, with frequencies of their own or not;
+/// or none. Where a query sees one key alone, its gradient is zero.
+fn sliding() -> impl Strategy<Value = Option<(i64, Vec<LayerType>, f64)>> {
+    let all = (2i64..90, any::<bool>(), prop::sample::select(vec![0.0, 300.0]));
+    let types = |some| {
+        if some { vec![LayerType::Full, LayerType::Sliding] } else { vec![LayerType::Sliding] }
+    };
+    prop::option::weighted(
+        0.7,
+        all.prop_map(move |(window, some, theta)| (window, types(some), theta)),
+    )
 }
 
 /// Every key of a router and its experts.
@@ -133,6 +152,29 @@ fn several_experts_of_a_token_have_the_gradients_of_automatic_differentiation() 
             assert_eq!(layer.len(), 9);
             assert_eq!(layer.iter().sum::<u64>(), 256 * model.config.num_experts_per_tok as u64);
             assert_eq!(layer[8] > 0, model.config.skip == SkipOutput::Identity);
+        }
+    }
+}
+
+/// ZAYA1's own layers and grouped-query layers, with windows that end within a chunk, at its edge and before it: every
+/// cut sees what autograd does, and the key before the window does not count.
+#[test]
+fn windows_have_the_gradients_of_automatic_differentiation() {
+    for (attention, sliding_window) in
+        [(Attention::Cca, 9), (Attention::Cca, 64), (Attention::Gqa, 2), (Attention::Gqa, 33)]
+    {
+        let config = ZayaConfig {
+            layers: vec![attention],
+            sliding_window,
+            layer_types: vec![LayerType::Sliding, LayerType::Full],
+            sliding_rope_theta: 500.0,
+            ..ZayaConfig::preset("zaya1-nano").unwrap()
+        };
+        let (model, arrays) = model_of(config);
+        for options in
+            [both(1, 1), both(2, 1), both(8, 2), MicroBatchOptions { ops: REFERENCE, ..both(4, 1) }]
+        {
+            model.assert_differentiated(&arrays, options);
         }
     }
 }

@@ -10,10 +10,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::kinds::{
-    Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind, unfit,
+    Attention, BalanceKind, FeedForward, LayerType, LogitsDtype, ResidualKind, RouterKind, unfit,
 };
 
 mod digest;
+mod window;
 
 /// What the router's class without an expert contributes to the stream: ZAYA1's 17th.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -116,6 +117,14 @@ pub struct ZayaConfig {
     pub loss_chunk: i64,
     /// Kinds of attention, first layer to last; where there are more layers they come again. ZAYA1 has `["cca"]`.
     pub layers: Vec<Attention>,
+    /// Tokens whose keys a query of a sliding layer sees, its own included; earlier ones of its document are hidden.
+    /// 0: no layer slides.
+    pub sliding_window: i64,
+    /// Which layers slide, likewise a list that repeats; linear attention has no window. Not written: all, if there is
+    /// a `sliding_window`.
+    pub layer_types: Vec<LayerType>,
+    /// `rope_theta` of the layers that slide; 0: the same.
+    pub sliding_rope_theta: f64,
     /// Kinds of feed-forward, likewise. ZAYA1 has `["moe"]`.
     pub feed_forward: Vec<FeedForward>,
     /// Of linear attention.
@@ -209,6 +218,9 @@ impl ZayaConfig {
         if !fields.contains_key("loss_chunk") {
             config.loss_chunk = loss_chunk(config.vocab_size);
         }
+        if config.sliding_window > 0 && !fields.contains_key("layer_types") {
+            config.layer_types = vec![LayerType::Sliding];
+        }
         config.validate(&place)?;
         Ok(config)
     }
@@ -256,6 +268,7 @@ impl ZayaConfig {
         self.validate_sizes(&place)?;
         self.validate_fixed(&place)?;
         self.validate_experts(&place)?;
+        self.validate_window(&place)?;
         let field = |name: &str, ok: bool, found: String, wanted: &str| {
             if ok { Ok(()) } else { Err(wrong(name, place(name), found, wanted)) }
         };
@@ -279,7 +292,11 @@ impl ZayaConfig {
             self.head_dim.to_string(),
             "num_key_value_heads x head_dim even: half of the value channels are delayed",
         )?;
-        let lists = [("layers", self.layers.len()), ("feed_forward", self.feed_forward.len())];
+        let lists = [
+            ("layers", self.layers.len()),
+            ("layer_types", self.layer_types.len()),
+            ("feed_forward", self.feed_forward.len()),
+        ];
         for (name, count) in lists {
             field(
                 name,
@@ -535,6 +552,9 @@ fn eight_billion() -> ZayaConfig {
         document_mask: true,
         loss_chunk: loss_chunk(262_272),
         layers: vec![Attention::Cca],
+        sliding_window: 0,
+        layer_types: vec![LayerType::Full],
+        sliding_rope_theta: 0.0,
         feed_forward: vec![FeedForward::Moe],
         linear_decay: Decay::Retention,
         qk_norm: false,

@@ -74,7 +74,9 @@ pub(super) struct Chunk {
     pub(super) spans: Vec<AttentionSpan>,
     /// What attention computed from the spans, cached by the first layer.
     pub(super) attending: OnceCell<Tensor>,
-    pub(super) rotary: Rotary,
+    rotary: Rotary,
+    /// Of layers with a window, where their frequencies have another base.
+    sliding_rotary: Option<Rotary>,
     /// Which rows of other chunks it reads; `None` where there is one chunk.
     others: Option<RemoteRows>,
     /// Indices of the first rows of documents in [`Chunk::around`], i64.
@@ -272,13 +274,15 @@ impl<'a> Chunks<'a> {
 
 impl Chunk {
     fn whole(config: &ZayaConfig, input: &DeviceMicroBatch) -> kernels::Result<Chunk> {
+        let (rotary, sliding_rotary) = rotary_of(config, &input.positions)?;
         Ok(Chunk {
             tokens: input.tokens.shallow_clone(),
             labels: input.labels.shallow_clone(),
             mask: input.mask.shallow_clone(),
             spans: input.spans.clone(),
             attending: OnceCell::new(),
-            rotary: Rotary::new(config, &input.positions)?,
+            rotary,
+            sliding_rotary,
             others: None,
             starts: input.starts.shallow_clone(),
         })
@@ -320,6 +324,7 @@ impl Chunk {
                 keys.extend(first..first + rows.len);
             }
         }
+        let (rotary, sliding_rotary) = rotary_of(config, &select(&input.positions)?)?;
         let on_device = |list: &[i64]| device::integers(input.tokens.device(), list);
         Ok(Chunk {
             tokens: select(&input.tokens)?,
@@ -327,7 +332,8 @@ impl Chunk {
             mask: select(&input.mask)?,
             spans,
             attending: OnceCell::new(),
-            rotary: Rotary::new(config, &select(&input.positions)?)?,
+            rotary,
+            sliding_rotary,
             others: Some(RemoteRows {
                 around: on_device(&around)?,
                 own: on_device(&computed)?,
@@ -336,6 +342,12 @@ impl Chunk {
             }),
             starts: on_device(&starts)?,
         })
+    }
+
+    /// Cosines and sines of the rotary angles of its tokens, `[n, half]`, in layers with a window or without.
+    pub(super) fn angles(&self, window: Option<i64>) -> [&Tensor; 2] {
+        let sliding = window.and(self.sliding_rotary.as_ref());
+        sliding.unwrap_or(&self.rotary).angles()
     }
 
     /// From the table of [`Chunks::beside`], along `dim`: the chunk's rows, and adjacent rows of their documents.
@@ -379,6 +391,13 @@ impl Chunk {
             Some(others) => all.f_index_select(dim, which(others))?,
         })
     }
+}
+
+/// Rotary angles at `positions`, of layers without a window and, where they differ, of layers with one.
+fn rotary_of(config: &ZayaConfig, positions: &Tensor) -> kernels::Result<(Rotary, Option<Rotary>)> {
+    let of = |theta| Rotary::new(config.rotary_dim(), theta, positions);
+    let [full, sliding] = [false, true].map(|slides| config.theta(slides));
+    Ok((of(full)?, (sliding != full).then(|| of(sliding)).transpose()?))
 }
 
 /// Concatenates the results of chunks, or of shards.

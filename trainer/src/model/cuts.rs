@@ -155,7 +155,7 @@ fn shards_have_the_gradients_of_automatic_differentiation() {
 fn a_shard_of_heads_knows_nothing_of_the_others() {
     let (Model { config, .. }, arrays) = model(SkipOutput::Zero);
     let mut specs = Vec::new();
-    let place = LayerPlace { layer: 0, state: false };
+    let place = LayerPlace { layer: 0, state: false, window: None };
     let layer = Cca::declare(&mut ParamDeclarations::new(&config, &mut specs), &config, place);
     let params: Vec<_> =
         specs.iter().zip(0..).map(|(spec, seed)| random(&spec.shape, seed)).collect();

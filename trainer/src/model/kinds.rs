@@ -45,6 +45,16 @@ kinds! {
 }
 
 kinds! {
+    /// Which keys the queries of a layer see; names are those of transformers.
+    LayerType {
+        /// All earlier ones of the document, and its own token's.
+        Full = "full_attention",
+        /// The last `sliding_window` of these.
+        Sliding = "sliding_attention",
+    }
+}
+
+kinds! {
     /// A kind of feed-forward.
     FeedForward {
         /// A router and the experts that it chooses, ZAYA1's.

@@ -141,6 +141,8 @@ pub(super) struct LayerPlace {
     pub(super) layer: usize,
     /// Whether an earlier layer has a router, whose state this layer receives.
     pub(super) state: bool,
+    /// How many keys a query of its attention sees; `None`: all earlier ones.
+    pub(super) window: Option<i64>,
 }
 
 /// An attention or a feed-forward.

@@ -15,7 +15,7 @@ use kernels::Result;
 use kernels::device;
 use tch::{Kind, Tensor};
 
-use super::causal_pairs;
+use super::{ZayaConfig, attended_pairs};
 
 /// The other ranks of a line. All ranks call it in the same order: that of the computation.
 pub trait AxisComm: Sync {
@@ -87,13 +87,13 @@ impl Assignment {
         chunks
     }
 
-    /// Pairs of a query and a key that each rank computes in a row of `length` tokens with documents that begin at
-    /// `starts`.
-    pub fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
+    /// Pairs of a query and a key that each rank computes in all layers for a row of `length` tokens with documents
+    /// that begin at `starts`.
+    pub fn pairs(self, config: &ZayaConfig, starts: &[u32], length: u32) -> Vec<u64> {
         let width = length / self.chunks as u32;
         let before = |end: u32| {
             let starts: Vec<u32> = starts.iter().copied().filter(|start| *start < end).collect();
-            causal_pairs(&starts, end)
+            attended_pairs(config, &starts, end)
         };
         let of = |chunk: u64| {
             let first = chunk as u32 * width;
@@ -264,15 +264,16 @@ mod tests {
                     prop_assert!(dealt.leaves(place).contains(&dealt.leaf(*chunk)));
                 }
                 // With zig-zag assignment all ranks have equally many pairs.
-                let length = 3 * each * degree;
-                let pairs = dealt.pairs_of(&[0], length as u32);
-                // Three queries of a chunk see all keys of earlier chunks, and six of their own.
-                prop_assert_eq!(pairs[place as usize], chunks.iter().map(|chunk| 9 * chunk + 6).sum::<u64>());
+                let (config, length) = (ZayaConfig::preset("zaya1-nano").unwrap(), 3 * each * degree);
+                let pairs = dealt.pairs(&config, &[0], length as u32);
+                // Three queries of a chunk see all keys of earlier chunks, and six of their own, in each of six layers.
+                let own = chunks.iter().map(|chunk| 9 * chunk + 6).sum::<u64>();
+                prop_assert_eq!(pairs[place as usize], 6 * own);
                 // The pairs of several documents add up, wherever chunks begin.
                 let starts: Vec<u32> = (0..length as u32).filter(|at| at % 5 == 0).collect();
-                let all = dealt.pairs_of(&starts, length as u32).iter().sum::<u64>();
-                prop_assert_eq!(all, causal_pairs(&starts, length as u32));
-                prop_assert_eq!(pairs.iter().sum::<u64>(), length * (length + 1) / 2);
+                let all = dealt.pairs(&config, &starts, length as u32).iter().sum::<u64>();
+                prop_assert_eq!(all, attended_pairs(&config, &starts, length as u32));
+                prop_assert_eq!(pairs.iter().sum::<u64>(), 6 * length * (length + 1) / 2);
                 prop_assert!(each % 2 > 0 || pairs.iter().all(|chunks| *chunks == pairs[0]));
                 let runs = dealt.runs(1..each * degree, place);
                 let run: Vec<u64> = runs.into_iter().flatten().map(|chunk| chunk + 1).collect();

@@ -63,7 +63,9 @@ pub use grid::ChunkGrid;
 pub(crate) use init::balance_sizes;
 pub use init::{init, init_balance, parameters, router_classes};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
-pub use kinds::{Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind};
+pub use kinds::{
+    Attention, BalanceKind, FeedForward, LayerType, LogitsDtype, ResidualKind, RouterKind,
+};
 pub use line::{Assignment, AxisComm, PendingReceive, SharedRows};
 pub(crate) use param::{HEAD, balance_name, initial};
 pub use param::{Init, ParamId, ParamSpec, Role, active_parameters, rounded};
@@ -320,20 +322,33 @@ fn over<'a, T>(
     Pass::over(how.into(), config, params, balance, &input, |pass| work(&model, pass))
 }
 
-/// (query, key) pairs that attention sees in the rows of a batch.
+/// (query, key) pairs that softmax attention sees in the rows of a batch, in all layers.
 pub(crate) fn pairs(config: &ZayaConfig, batch: &Batch) -> u64 {
     let row = |starts: &Vec<u32>| match config.document_mask {
-        true => causal_pairs(starts, batch.seq_len),
-        false => causal_pairs(&[0], batch.seq_len),
+        true => attended_pairs(config, starts, batch.seq_len),
+        false => attended_pairs(config, &[0], batch.seq_len),
     };
     batch.boundaries.iter().map(row).sum()
 }
 
-/// (query, key) pairs of documents that begin at `starts` in a row of `length` tokens.
-pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
+/// (query, key) pairs that softmax attention sees in all layers, in documents that begin at `starts` in a row of
+/// `length` tokens.
+pub fn attended_pairs(config: &ZayaConfig, starts: &[u32], length: u32) -> u64 {
+    let layers = config.kinds().zip(config.windows());
+    let softmax = layers.filter(|((kind, _), _)| *kind != Attention::Linear);
+    softmax.map(|(_, window)| causal_pairs(starts, length, window)).sum()
+}
+
+/// (query, key) pairs of documents that begin at `starts` in a row of `length` tokens, where a query sees at most
+/// `window` keys.
+pub fn causal_pairs(starts: &[u32], length: u32, window: Option<i64>) -> u64 {
     let ends = starts.iter().skip(1).copied().chain([length]);
     let lengths = starts.iter().zip(ends).map(|(start, end)| u64::from(end - start));
-    lengths.map(|n| n * (n + 1) / 2).sum()
+    let pairs = |n: u64| {
+        let seen = window.map_or(n, |window| n.min(window as u64));
+        seen * (seen + 1) / 2 + (n - seen) * seen
+    };
+    lengths.map(pairs).sum()
 }
 
 /// The sum of token losses, in f64.
@@ -396,11 +411,17 @@ mod tests {
     fn pairs_are_counted_within_documents() {
         for (starts, length) in [(vec![0], 7), (vec![0, 1, 4], 9), (vec![0, 8], 9)] {
             let document = |place: u32| starts.iter().rposition(|start| *start <= place);
-            let mut pairs = 0;
-            for query in 0..length {
-                pairs += (0..=query).filter(|key| document(*key) == document(query)).count() as u64;
+            for window in [None, Some(1), Some(3), Some(100)] {
+                let mut pairs = 0;
+                for query in 0..length {
+                    let seen = |key: &u32| {
+                        let near = window.is_none_or(|window| i64::from(query - key) < window);
+                        near && document(*key) == document(query)
+                    };
+                    pairs += (0..=query).filter(seen).count() as u64;
+                }
+                assert_eq!(causal_pairs(&starts, length, window), pairs);
             }
-            assert_eq!(causal_pairs(&starts, length), pairs);
         }
     }
 }

@@ -106,10 +106,12 @@ impl Forward<'_> {
             false => embedded,
         };
         let mut state: Option<Tensor> = None;
-        let rotary = Rotary::new(self.config, &self.input.positions);
-        for (layer, balance) in balance.iter().enumerate() {
+        let rotary =
+            [false, true].map(|slides| Rotary::new(self.config, slides, &self.input.positions));
+        for (layer, (balance, window)) in balance.iter().zip(self.config.windows()).enumerate() {
+            let rotary = &rotary[usize::from(window.is_some())];
             let at = Below(self, format!("layers.{layer}"));
-            let out = self.attention(&at, &at.norm(&residual, "input_layernorm"), &rotary);
+            let out = self.attention(&at, &at.norm(&residual, "input_layernorm"), rotary, window);
             residual = at.residual(&out, &residual, "post_attention_residual_scale");
             let v = at.norm(&residual, "post_attention_layernorm");
             let out = match at.has("mlp.gate_proj.weight") {
@@ -127,22 +129,28 @@ impl Forward<'_> {
         rms_norm(&residual, self.p("norm.weight"), self.config.rms_norm_eps)
     }
 
-    fn attention(&self, at: &Below<'_>, u: &Tensor, rotary: &Rotary) -> Tensor {
+    fn attention(
+        &self,
+        at: &Below<'_>,
+        u: &Tensor,
+        rotary: &Rotary,
+        window: Option<i64>,
+    ) -> Tensor {
         if at.has("self_attn.gate_proj.weight") {
             return self.linear(at, u);
         }
         if at.has("self_attn.q_proj.weight") {
-            return self.grouped(at, u, rotary);
+            return self.grouped(at, u, rotary, window);
         }
         let project = |name: &str| at.linear(u, &format!("self_attn.qkv_proj.{name}"));
         let (query, key) = self.mixed(at, &project("q_proj"), &project("k_proj"));
         let (query, key) = self.normed(query, key, at.p("self_attn.qk_norm.temp"), rotary);
         let value = self.values(&project("v_proj_current"), &project("v_proj_delayed"));
-        at.linear(&self.attend(&query, &key, &value), "self_attn.o_proj")
+        at.linear(&self.attend(&query, &key, &value, window), "self_attn.o_proj")
     }
 
     /// Grouped-query attention.
-    fn grouped(&self, at: &Below<'_>, u: &Tensor, rotary: &Rotary) -> Tensor {
+    fn grouped(&self, at: &Below<'_>, u: &Tensor, rotary: &Rotary, window: Option<i64>) -> Tensor {
         let heads = |name: &str| {
             let made = at.linear(u, &format!("self_attn.{name}_proj"));
             made.view([u.size()[0], -1, self.config.head_dim])
@@ -152,7 +160,7 @@ impl Forward<'_> {
             false => heads(name),
         };
         let (query, key) = (rotary.turn(&normed("q")), rotary.turn(&normed("k")));
-        at.linear(&self.attend(&query, &key, &heads("v")), "self_attn.o_proj")
+        at.linear(&self.attend(&query, &key, &heads("v"), window), "self_attn.o_proj")
     }
 
     /// Linear attention over all pairs of a document.
@@ -270,7 +278,8 @@ impl Forward<'_> {
         ])
     }
 
-    fn attend(&self, query: &Tensor, key: &Tensor, value: &Tensor) -> Tensor {
+    /// Softmax attention, where a query sees its own key and fewer than `window` before it.
+    fn attend(&self, query: &Tensor, key: &Tensor, value: &Tensor, window: Option<i64>) -> Tensor {
         let group = self.config.group();
         let parts: Vec<Tensor> = self
             .input
@@ -281,10 +290,11 @@ impl Forward<'_> {
                 let wide = |x: &Tensor| part(x).repeat_interleave_self_int(group, 0, None);
                 let scores = part(query).matmul(&wide(key).transpose(1, 2))
                     / (self.config.head_dim as f64).sqrt();
-                let later =
-                    Tensor::ones([span.len, span.len], (Kind::Bool, query.device())).triu(1);
+                let place = Tensor::arange(span.len, (Kind::Int64, query.device()));
+                let ago = place.unsqueeze(1) - place;
+                let hidden = ago.lt(0).logical_or(&ago.ge(window.unwrap_or(i64::MAX)));
                 let scores =
-                    scores.masked_fill(&later, f64::NEG_INFINITY).softmax(-1, Kind::Double);
+                    scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double);
                 scores.matmul(&wide(value)).transpose(0, 1).reshape([span.len, -1])
             })
             .collect();
@@ -341,11 +351,15 @@ struct Rotary {
 }
 
 impl Rotary {
-    fn new(config: &ZayaConfig, positions: &Tensor) -> Rotary {
+    fn new(config: &ZayaConfig, slides: bool, positions: &Tensor) -> Rotary {
         let dim = config.rotary_dim();
         let exponent =
             Tensor::arange_start_step(0, dim, 2, (Kind::Double, positions.device())) / dim as f64;
-        let frequency = Tensor::pow_scalar(config.rope_theta, &exponent).reciprocal();
+        let theta = match slides && config.sliding_rope_theta > 0.0 {
+            true => config.sliding_rope_theta,
+            false => config.rope_theta,
+        };
+        let frequency = Tensor::pow_scalar(theta, &exponent).reciprocal();
         let angle = positions.to_kind(Kind::Double).unsqueeze(1) * frequency;
         Rotary { cos: angle.cos().unsqueeze(1), sin: angle.sin().unsqueeze(1) }
     }

@@ -3,8 +3,6 @@
 use kernels::Result;
 use tch::{Kind, Tensor};
 
-use super::ZayaConfig;
-
 /// Angles of every token: `[tokens, half]`.
 #[derive(Debug)]
 pub(super) struct Rotary {
@@ -13,12 +11,12 @@ pub(super) struct Rotary {
 }
 
 impl Rotary {
-    /// Computes angles in f32, as Hugging Face does.
-    pub(super) fn new(config: &ZayaConfig, positions: &Tensor) -> Result<Rotary> {
-        let dim = config.rotary_dim();
+    /// Computes angles of `dim` rotated dimensions in f32, as Hugging Face does; `theta` is the base of their
+    /// frequencies.
+    pub(super) fn new(dim: i64, theta: f64, positions: &Tensor) -> Result<Rotary> {
         let options = (Kind::Float, positions.device());
         let exponent = Tensor::f_arange_start_step(0, dim, 2, options)?.f_div_scalar(dim as f64)?;
-        let frequency = Tensor::f_pow_scalar(config.rope_theta, &exponent)?.f_reciprocal()?;
+        let frequency = Tensor::f_pow_scalar(theta, &exponent)?.f_reciprocal()?;
         let angle = positions.f_to_kind(Kind::Float)?.f_unsqueeze(1)?.f_mul(&frequency)?;
         Ok(Rotary { cos: angle.f_cos()?, sin: angle.f_sin()? })
     }

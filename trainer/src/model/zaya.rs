@@ -78,12 +78,12 @@ impl Zaya {
         let embedding = Embedding::declare(&mut root, config);
         // Whether a layer before has a router, whose state the next router receives.
         let mut state = false;
-        let layer = |(layer, kinds): (usize, (Attention, FeedForward))| {
-            let place = LayerPlace { layer, state };
+        let layer = |(layer, (kinds, window)): (usize, ((Attention, FeedForward), _))| {
+            let place = LayerPlace { layer, state, window };
             state |= kinds.1 == FeedForward::Moe;
             DecoderLayer::declare(&mut root, config, place, kinds)
         };
-        let layers = config.kinds().enumerate().map(layer).collect();
+        let layers = config.kinds().zip(config.windows()).enumerate().map(layer).collect();
         let norm = RmsNorm::declare(&mut root, config, "norm.weight", "final_norm.weight");
         let head = Head::declare(&mut root, config, &embedding);
         Zaya { params, embedding, layers, norm, head }

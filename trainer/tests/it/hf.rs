@@ -213,7 +213,7 @@ fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
 }
 
 /// Changes of the curriculum's model, and what it is in transformers.
-const MODELS: [(&str, &str); 6] = [
+const MODELS: [(&str, &str); 10] = [
     ("", "zaya"),
     (
         "layers = [\"gqa\"]\nfeed_forward = [\"mlp\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\n\
@@ -240,6 +240,28 @@ const MODELS: [(&str, &str); 6] = [
         "layers = [\"gqa\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\nrouter = \"linear\"\n\
          skip = \"none\"\nbalance = \"none\"\nnum_experts_per_tok = 3\nnorm_topk_prob = true\n\
          qk_norm = true\ntie_word_embeddings = false\n",
+        "qwen3_moe",
+    ),
+    (
+        "sliding_window = 5\nlayer_types = [\"full_attention\", \"sliding_attention\"]\n\
+         sliding_rope_theta = 300.0\n",
+        "zaya",
+    ),
+    (
+        "layers = [\"gqa\"]\nfeed_forward = [\"mlp\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\n\
+         qk_norm = true\nsliding_window = 7\nlayer_types = [\"sliding_attention\", \"full_attention\"]\n",
+        "qwen3",
+    ),
+    (
+        "layers = [\"gqa\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\nrouter = \"linear\"\n\
+         skip = \"none\"\nbalance = \"none\"\nnum_experts_per_tok = 2\nnorm_topk_prob = true\n\
+         sliding_window = 6\n",
+        "mixtral",
+    ),
+    (
+        "layers = [\"gqa\"]\nresidual = \"plain\"\npartial_rotary_factor = 1.0\nrouter = \"linear\"\n\
+         skip = \"none\"\nbalance = \"none\"\nnum_experts_per_tok = 2\nqk_norm = true\n\
+         sliding_window = 1\n",
         "qwen3_moe",
     ),
 ];

@@ -311,7 +311,7 @@ fn uneven(cx: StepContext<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Resu
         let mut places = vec![0; together as usize];
         for starts in rows {
             let starts = if model.config.document_mask { &starts[..] } else { &[0] };
-            let row = dealt.pairs_of(starts, batch.seq_len);
+            let row = dealt.pairs(&model.config, starts, batch.seq_len);
             places.iter_mut().zip(row).for_each(|(sum, pairs)| *sum += pairs);
         }
         *most += places.iter().copied().max().unwrap_or(0) as f64;

@@ -9,6 +9,9 @@ use crate::ops::AttentionSpan;
 /// Heads, key heads and dimensions.
 type Shape = [usize; 3];
 
+/// A window over any document.
+const NONE: usize = i32::MAX as usize;
+
 struct Attended {
     tape: Tape,
     out: Buffer,
@@ -23,8 +26,13 @@ fn tokens(spans: &[AttentionSpan]) -> [usize; 2] {
     [queries, keys]
 }
 
-/// Forward and backward over `spans`, with numbers generated from `seed` on.
-fn attended([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values) -> Attended {
+/// Forward and backward over `spans`, with numbers generated from `seed` on; a query sees `window` keys.
+fn attended(
+    [heads, keys, width]: Shape,
+    spans: &[AttentionSpan],
+    window: usize,
+    values: Values,
+) -> Attended {
     let kind = values.kind();
     let mut tape = Tape::new(&format!("attention_{kind}"));
     let [queries, all] = tokens(spans);
@@ -44,7 +52,7 @@ fn attended([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values
     let out = values.room(&mut tape, queries * heads * width);
     let [logs, along] = [(); 2].map(|()| tape.room::<f32>(heads * queries));
     let back = [heads * queries, keys * all, all * keys].map(|rows| tape.room::<f32>(rows * width));
-    let sizes = [spans.len(), queries, all, heads, keys, width].map(Argument::from);
+    let sizes = [spans.len(), queries, all, heads, keys, width, window].map(Argument::from);
     let numbers = [&sizes[..], &[(1.0 / (width as f32).sqrt()).into()]].concat();
     let operands = [query, key, value, table].map(Argument::from);
     let mut launch = |name: &str, blocks, memory: &[Argument]| {
@@ -61,7 +69,12 @@ fn attended([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values
 }
 
 /// The same in f64, by libtorch: the output and its gradients.
-fn exact([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values) -> [Tensor; 4] {
+fn exact(
+    [heads, keys, width]: Shape,
+    spans: &[AttentionSpan],
+    window: usize,
+    values: Values,
+) -> [Tensor; 4] {
     let [heads, keys, width] = [heads, keys, width].map(|size| size as i64);
     let [queries, all] = tokens(spans).map(|count| count as i64);
     let of = |shape: &[i64], seed| {
@@ -76,9 +89,10 @@ fn exact([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values) -
         let own = query.narrow(1, span.start, span.len).unflatten(0, [keys, heads / keys]);
         let seen = key.narrow(1, first, span.keys()).unsqueeze(1);
         let scores = own.matmul(&seen.transpose(-1, -2)) / (width as f64).sqrt();
-        let options = (Kind::Bool, tch::Device::Cpu);
-        let later = Tensor::ones([span.len, span.keys()], options).triu(span.before + 1);
-        let chances = scores.masked_fill(&later, f64::NEG_INFINITY).softmax(-1, Kind::Double);
+        let place = |first, end| Tensor::arange_start(first, end, (Kind::Int64, tch::Device::Cpu));
+        let ago = place(span.before, span.keys()).unsqueeze(1) - place(0, span.keys());
+        let hidden = ago.lt(0).logical_or(&ago.ge(window as i64));
+        let chances = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double);
         let value = value.narrow(0, first, span.keys()).transpose(0, 1).unsqueeze(1);
         outs.push(chances.matmul(&value).permute([2, 0, 1, 3]).reshape([span.len, -1]));
         first += span.keys();
@@ -88,12 +102,19 @@ fn exact([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values) -
     [out.detach(), query.grad(), key.grad(), value.grad()]
 }
 
-/// Documents of one token and of several tiles, parts of documents, heads wider than a slice.
+/// Documents of one token and of several tiles, parts of documents, heads wider than a slice; windows of one key, of
+/// less than a tile and of more, so that whole tiles are skipped, and some queries of a tile see none of its keys.
 #[test]
 fn attention_is_that_of_f64() {
     let part = |start, len, before| AttentionSpan { start, len, before };
-    let cases: [(Shape, &[AttentionSpan], Values); 5] = [
-        ([1, 1, 1], &[AttentionSpan::whole(0, 1)], Values::Wide),
+    let long = [part(0, 70, 100), AttentionSpan::whole(70, 90)];
+    let cases: [(Shape, &[AttentionSpan], usize, Values); 10] = [
+        ([2, 1, 5], &long, 1, Values::Wide),
+        ([2, 1, 5], &long, 7, Values::Wide),
+        ([2, 2, 5], &long, 32, Values::Wide),
+        ([1, 1, 5], &long, 45, Values::Wide),
+        ([2, 1, 66], &long, 33, Values::Narrow),
+        ([1, 1, 1], &[AttentionSpan::whole(0, 1)], NONE, Values::Wide),
         (
             [4, 2, 16],
             &[
@@ -101,16 +122,17 @@ fn attention_is_that_of_f64() {
                 AttentionSpan::whole(33, 1),
                 AttentionSpan::whole(34, 70),
             ],
+            NONE,
             Values::Wide,
         ),
-        ([3, 1, 7], &[part(0, 40, 50), part(40, 3, 0), part(43, 5, 31)], Values::Wide),
-        ([2, 1, 130], &[part(0, 20, 37), part(20, 40, 0)], Values::Narrow),
-        ([2, 2, 256], &[AttentionSpan::whole(0, 35)], Values::Wide),
+        ([3, 1, 7], &[part(0, 40, 50), part(40, 3, 0), part(43, 5, 31)], NONE, Values::Wide),
+        ([2, 1, 130], &[part(0, 20, 37), part(20, 40, 0)], NONE, Values::Narrow),
+        ([2, 2, 256], &[AttentionSpan::whole(0, 35)], NONE, Values::Wide),
     ];
-    for (shape, spans, values) in cases {
-        let attended = attended(shape, spans, values);
+    for (shape, spans, window, values) in cases {
+        let attended = attended(shape, spans, window, values);
         let played = attended.tape.play();
-        let [out, query, key, value] = exact(shape, spans, values);
+        let [out, query, key, value] = exact(shape, spans, window, values);
         let found = values.read(&played, attended.out, &out.size()).to_kind(Kind::Float);
         let found = Vec::<f32>::try_from(&found.reshape([-1])).unwrap();
         let narrow = values == Values::Narrow;
@@ -124,7 +146,8 @@ fn attention_is_that_of_f64() {
 
 pub(super) fn small() -> Vec<Tape> {
     let spans = [AttentionSpan { start: 0, len: 2, before: 31 }];
-    [Values::Wide, Values::Narrow].map(|values| attended([2, 1, 5], &spans, values).tape).into()
+    let all = [Values::Wide, Values::Narrow];
+    all.map(|values| attended([2, 1, 5], &spans, NONE, values).tape).into()
 }
 
 /// Several documents in one launch, parts of some, more than one tile of keys, at the width of the models' heads.
@@ -136,5 +159,6 @@ pub(super) fn large() -> Vec<Tape> {
         part,
         AttentionSpan::whole(74, 70),
     ];
-    [Values::Wide, Values::Narrow].map(|values| attended([4, 2, 128], &spans, values).tape).into()
+    let all = [Values::Wide, Values::Narrow];
+    all.map(|values| attended([4, 2, 128], &spans, NONE, values).tape).into()
 }

@@ -10,7 +10,7 @@
 //! Every number is a chain in a fixed order: scores over dimensions; outputs and gradients of queries over keys;
 //! gradients of keys and values over the query heads of their group, and then over queries. What a token does not see
 //! adds an exact zero. So a token's bits depend only on what it sees: not on the other tokens of its block, and not on
-//! whether its document is computed whole or in parts.
+//! whether its document is computed whole or in parts. With a window, keys that no query of a block sees are skipped.
 
 use std::ops::Range;
 
@@ -81,19 +81,22 @@ fn dense(tensor: &Tensor) -> Result<Tensor> {
 struct ContiguousOperands {
     operands: [Tensor; 3],
     shape: [usize; 3],
+    window: usize,
 }
 
 impl ContiguousOperands {
     fn of(by: Attention) -> Result<ContiguousOperands> {
         let operands = [dense(by.query)?, dense(by.key)?, dense(by.value)?];
-        Ok(ContiguousOperands { operands, shape: by.shape.map(|size| size as usize) })
+        let window = by.window.unwrap_or(i64::MAX) as usize;
+        Ok(ContiguousOperands { operands, shape: by.shape.map(|size| size as usize), window })
     }
 
     fn read(&self) -> Result<Operands<'_>> {
         let [query, key, value] = self.operands.each_ref();
         let [tokens, others] = [query.size()[1] as usize, key.size()[1] as usize];
         let (query, key, value) = (read(query)?, read(key)?, read(value)?);
-        Ok(Operands { query, key, value, tokens, others, shape: self.shape })
+        let ContiguousOperands { shape, window, .. } = *self;
+        Ok(Operands { query, key, value, tokens, others, shape, window })
     }
 }
 
@@ -112,6 +115,8 @@ struct Operands<'a> {
     others: usize,
     /// `[H, K, d]`.
     shape: [usize; 3],
+    /// Keys that a query sees.
+    window: usize,
 }
 
 /// Results of the forward pass, and the gradient of its output.
@@ -159,10 +164,13 @@ impl SpanPosition {
         self.before + self.len
     }
 
-    fn blocks(self) -> impl Iterator<Item = Block> {
+    fn blocks(self, window: usize) -> impl Iterator<Item = Block> {
         (0..self.len).step_by(WIDE).map(move |first| {
-            let queries = first..self.len.min(first + WIDE);
-            Block { base: self.before + first, keys: self.before + queries.end, queries }
+            let (queries, base) = (first..self.len.min(first + WIDE), self.before + first);
+            // The first key that the first query sees, at the beginning of a tile.
+            let start = (base + 1).saturating_sub(window) / HIGH * HIGH;
+            let keys = start..self.before + queries.end;
+            Block { base: base - start, keys, queries, window }
         })
     }
 }
@@ -170,10 +178,11 @@ impl SpanPosition {
 /// Queries of a part that are computed at once.
 struct Block {
     queries: Range<usize>,
-    /// The key of the first query: the last key that all queries see.
+    /// Keys that one of them sees, from the beginning of a tile on.
+    keys: Range<usize>,
+    /// The key of the first query among these.
     base: usize,
-    /// Number of keys that the last query sees.
-    keys: usize,
+    window: usize,
 }
 
 impl Block {
@@ -184,7 +193,7 @@ impl Block {
 
     /// Number of its scores, including the padding of tiles.
     fn scores(&self) -> usize {
-        self.keys.next_multiple_of(HIGH) * WIDE
+        self.keys.len().next_multiple_of(HIGH) * WIDE
     }
 
     /// For each of its queries the number from `all`, which has one per token of a head; 0 in unused lanes.
@@ -244,12 +253,13 @@ impl Operands<'_> {
                 let [key, value] = self.keys_and_values(group, part);
                 for head in own {
                     let query = self.queries(head, part).turned();
-                    for block in part.blocks() {
+                    for block in part.blocks(self.window) {
                         scores.resize(block.scores(), 0.0);
-                        key.times(query.part(block.number(), &(0..width)), &mut scores);
+                        let own = query.part(block.number(), &(0..width));
+                        key.times(block.keys.start, own, &mut scores);
                         let (mut top, mut share) = ([0.0; WIDE], [0.0; WIDE]);
-                        soften(&mut scores, block.base, scale, &mut top, &mut share);
-                        out.set(&scores, &value, block.keys);
+                        soften(&mut scores, &block, scale, &mut top, &mut share);
+                        out.set(&scores, &value, &block.keys);
                         let first = part.start + block.queries.start;
                         let count = block.queries.len();
                         let at = head * self.tokens + first;
@@ -304,22 +314,24 @@ impl Operands<'_> {
         let (query_turned, grad_turned) = (query.turned(), grad.turned());
         let (mut scores, mut slopes) = (Vec::new(), Vec::new());
         let mut out = Panels::zeros(WIDE, width);
-        for block in part.blocks() {
+        for block in part.blocks(self.window) {
             scores.resize(block.scores(), 0.0);
             slopes.resize(block.scores(), 0.0);
-            key.times(query_turned.part(block.number(), &(0..width)), &mut scores);
-            value.times(grad_turned.part(block.number(), &(0..width)), &mut slopes);
+            let first = block.keys.start;
+            key.times(first, query_turned.part(block.number(), &(0..width)), &mut scores);
+            value.times(first, grad_turned.part(block.number(), &(0..width)), &mut slopes);
             let known = SavedSoftmax {
                 base: block.base,
+                window: block.window,
                 scale,
                 most: block.lanes(start, done.most),
                 part: block.lanes(start, done.part),
                 along: block.lanes(0, &along),
             };
             to_slopes(&mut scores, &mut slopes, &known);
-            to_value.add(&scores, &grad, &block.queries);
-            to_key.add(&slopes, &query, &block.queries);
-            out.set(&slopes, key, block.keys);
+            to_value.add(first, &scores, &grad, &block.queries);
+            to_key.add(first, &slopes, &query, &block.queries);
+            out.set(&slopes, key, &block.keys);
             let count = block.queries.len();
             let to = &mut to_query[block.queries.start * width..block.queries.end * width];
             out.put_scaled(to, width, &[1.0; WIDE][..count]);
@@ -327,35 +339,32 @@ impl Operands<'_> {
     }
 }
 
+/// The lanes of a block that see its key `key`, from the first to before the second.
+fn lanes_of(key: usize, base: usize, window: usize) -> [i32; 2] {
+    [key, key + window].map(|lane| lane.saturating_sub(base).min(WIDE) as i32)
+}
+
 simd! {
     /// Replaces scores `[keys][WIDE]` by e^(scale (score - largest)), 0 where a lane's query does not see the key: lane
-    /// q sees keys up to `base + q`. Returns the largest score and one over the sum.
-    fn soften(scores: &mut [f32], base: usize, scale: f32, most: &mut Lanes, part: &mut Lanes) {
+    /// q sees keys up to `base + q`, the last of them in its window. Returns the largest score and one over the sum.
+    fn soften(scores: &mut [f32], block: &Block, scale: f32, most: &mut Lanes, part: &mut Lanes) {
+        let Block { base, window, .. } = *block;
         let (rows, _) = scores.as_chunks_mut::<WIDE>();
-        let (open, edge) = rows.split_at_mut(base + 1);
         let mut top = [f32::NEG_INFINITY; WIDE];
-        for row in &*open {
+        for (key, row) in rows.iter().enumerate() {
+            let [first, end] = lanes_of(key, base, window);
             for lane in 0..WIDE {
-                top[lane] = if row[lane] > top[lane] { row[lane] } else { top[lane] };
-            }
-        }
-        for (key, row) in (1..).zip(&*edge) {
-            for lane in 0..WIDE {
-                let higher = lane >= key && row[lane] > top[lane];
-                top[lane] = if higher { row[lane] } else { top[lane] };
+                let seen = lane as i32 >= first && (lane as i32) < end;
+                top[lane] = if seen && row[lane] > top[lane] { row[lane] } else { top[lane] };
             }
         }
         let mut sum = [0f32; WIDE];
-        for row in open {
-            for lane in 0..WIDE {
-                row[lane] = exp(scale * (row[lane] - top[lane]));
-                sum[lane] += row[lane];
-            }
-        }
-        for (key, row) in (1..).zip(edge) {
+        for (key, row) in rows.iter_mut().enumerate() {
+            let [first, end] = lanes_of(key, base, window);
             for lane in 0..WIDE {
                 let value = exp(scale * (row[lane] - top[lane]));
-                row[lane] = if lane >= key { value } else { 0.0 };
+                let seen = lane as i32 >= first && (lane as i32) < end;
+                row[lane] = if seen { value } else { 0.0 };
                 sum[lane] += row[lane];
             }
         }
@@ -367,6 +376,7 @@ simd! {
 /// Saved values of a block's queries.
 struct SavedSoftmax {
     base: usize,
+    window: usize,
     scale: f32,
     most: Lanes,
     part: Lanes,
@@ -377,16 +387,45 @@ struct SavedSoftmax {
 simd! {
     /// Replaces scores by the softmax, and the gradient of the softmax by the gradient of the scores.
     fn to_slopes(scores: &mut [f32], slopes: &mut [f32], known: &SavedSoftmax) {
-        let SavedSoftmax { base, scale, most, part, along } = known;
+        let SavedSoftmax { base, window, scale, most, part, along } = known;
         let ((scores, _), (slopes, _)) = (scores.as_chunks_mut::<WIDE>(), slopes.as_chunks_mut::<WIDE>());
         for (key, (score, slope)) in scores.iter_mut().zip(slopes).enumerate() {
-            let hidden = key.saturating_sub(*base);
+            let [first, end] = lanes_of(key, *base, *window);
             for lane in 0..WIDE {
                 let value = exp(scale * (score[lane] - most[lane])) * part[lane];
                 let change = value * (slope[lane] - along[lane]) * scale;
-                score[lane] = if lane >= hidden { value } else { 0.0 };
-                slope[lane] = if lane >= hidden { change } else { 0.0 };
+                let seen = lane as i32 >= first && (lane as i32) < end;
+                score[lane] = if seen { value } else { 0.0 };
+                slope[lane] = if seen { change } else { 0.0 };
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// A block has every key that one of its queries sees, and few others, however long the document is.
+        #[test]
+        fn blocks_skip_keys_outside_of_the_window((len, before) in (1usize..300, 0usize..500), window in 1usize..400) {
+            let (mut queries, part) = (0, SpanPosition { start: 0, len, before, first: 0 });
+            for block in part.blocks(window) {
+                prop_assert_eq!(block.queries.start, queries);
+                queries = block.queries.end;
+                let ends = [block.queries.start, queries - 1].map(|query| before + query + 1);
+                prop_assert!(block.keys.start <= ends[0].saturating_sub(window) && block.keys.end == ends[1]);
+                prop_assert!(block.keys.len() < window + WIDE + HIGH);
+                for (key, query) in block.keys.clone().flat_map(|key| block.queries.clone().map(move |query| (key, query))) {
+                    let [first, end] = lanes_of(key - block.keys.start, block.base, window);
+                    let lane = (query - block.queries.start) as i32;
+                    let seen = key <= before + query && key + window > before + query;
+                    prop_assert_eq!(first <= lane && lane < end, seen);
+                }
+            }
+            prop_assert_eq!(queries, len);
         }
     }
 }

@@ -129,13 +129,13 @@ impl Panels {
         &self.values[(first + rows.start) * WIDE..(first + rows.end) * WIDE]
     }
 
-    /// `self right` into `out`, for as many tiles of its first rows as `out` holds: `right` is a panel, with a row for
-    /// each column of `self`.
-    pub(super) fn times(&self, right: &[f32], out: &mut [f32]) {
+    /// `self right` into `out`, for as many tiles of rows from `first` on as `out` holds: `right` is a panel, with a
+    /// row for each column of `self`. Row `first` begins a tile.
+    pub(super) fn times(&self, first: usize, right: &[f32], out: &mut [f32]) {
         let (instructions, height) = (Instructions::here(), self.height());
         let (right, _) = right.as_chunks::<WIDE>();
         let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
-        for (row, tile) in (0..height).step_by(HIGH).zip(tiles) {
+        for (row, tile) in (first..height).step_by(HIGH).zip(tiles) {
             tile.fill(0.0);
             for (panel, right) in right.chunks(WIDE).enumerate() {
                 let left = &self.values[(panel * height + row) * WIDE..];
@@ -144,30 +144,32 @@ impl Panels {
         }
     }
 
-    /// `self += left right` in the first rows: `left` is a panel with a column for each of `rows`, the rows of `right`.
-    pub(super) fn add(&mut self, left: &[f32], right: &Panels, rows: &Range<usize>) {
+    /// `self += left right` in rows from `first` on, which begins a tile: `left` is a panel with a column for each of
+    /// `rows`, the rows of `right`.
+    pub(super) fn add(&mut self, first: usize, left: &[f32], right: &Panels, rows: &Range<usize>) {
         let (instructions, height) = (Instructions::here(), self.height());
         for (panel, out) in self.values.chunks_exact_mut(height * WIDE).enumerate() {
             let (right, _) = right.part(panel, rows).as_chunks::<WIDE>();
-            let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
+            let (tiles, _) = out[first * WIDE..].as_chunks_mut::<{ HIGH * WIDE }>();
             for (left, tile) in left.chunks_exact(HIGH * WIDE).zip(tiles) {
                 instructions.extend::<WIDE, 1>(left, right, tile);
             }
         }
     }
 
-    /// Overwrites `self`, of [`WIDE`] rows, with `left^T right`: `left` is a panel; only the first `inner` rows of both
-    /// count.
-    pub(super) fn set(&mut self, left: &[f32], right: &Panels, inner: usize) {
+    /// Overwrites `self`, of [`WIDE`] rows, with `left^T right` over the rows `inner` of `right`: `left` is a panel,
+    /// with a row for each of them.
+    pub(super) fn set(&mut self, left: &[f32], right: &Panels, inner: &Range<usize>) {
         let instructions = Instructions::here();
         self.values.fill(0.0);
-        for start in (0..inner).step_by(DEEP) {
-            let inner = start..inner.min(start + DEEP);
+        for start in inner.clone().step_by(DEEP) {
+            let (left, inner) =
+                (&left[(start - inner.start) * WIDE..], start..inner.end.min(start + DEEP));
             for (panel, out) in self.values.chunks_exact_mut(WIDE * WIDE).enumerate() {
                 let (right, _) = right.part(panel, &inner).as_chunks::<WIDE>();
                 let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
                 for (row, tile) in (0..WIDE).step_by(HIGH).zip(tiles) {
-                    instructions.extend::<1, WIDE>(&left[inner.start * WIDE + row..], right, tile);
+                    instructions.extend::<1, WIDE>(&left[row..], right, tile);
                 }
             }
         }
@@ -468,7 +470,7 @@ mod tests {
             let (left, right) = (values(rows, columns, seed), values(columns, WIDE, seed + 1));
             let panels = Panels::taken(&left, [rows, columns], columns);
             let mut out = vec![f32::NAN; rows.next_multiple_of(HIGH) * WIDE];
-            panels.times(&right, &mut out);
+            panels.times(0, &right, &mut out);
             prop_assert_eq!(&out[..rows * WIDE], &chain(&left, &right, columns, WIDE)[..]);
             // A panel, some columns of which count, times rows of another matrix: continues the chains.
             let count = (1 + inner % WIDE).min(inner);
@@ -477,14 +479,14 @@ mod tests {
             let first = (inner - count).min(inner / 2);
             let (left, mut sum) = (out, Panels::zeros(rows, columns));
             let picked: Vec<f32> = left.chunks(WIDE).take(rows).flat_map(|row| row[..count].to_vec()).collect();
-            sum.add(&left, &more, &(first..first + count));
+            sum.add(0, &left, &more, &(first..first + count));
             let wanted = chain(&picked, &across[first * columns..][..count * columns], count, columns);
             prop_assert_eq!(unpacked(&sum), wanted);
             // A panel's transpose times the first rows of a matrix.
             let (left, mut out) = (values(inner + 3, WIDE, seed + 3), Panels::zeros(WIDE, columns));
             out.values.fill(f32::NAN);
             let right = values(inner + 2, columns, seed + 4);
-            out.set(&left, &Panels::of(&right, inner + 2), inner);
+            out.set(&left, &Panels::of(&right, inner + 2), &(0..inner));
             let turned: Vec<f32> =
                 (0..WIDE).flat_map(|row| (0..inner).map(move |k| (k, row))).map(|(k, row)| left[k * WIDE + row]).collect();
             prop_assert_eq!(unpacked(&out), chain(&turned, &right[..inner * columns], inner, columns));

@@ -8,8 +8,8 @@
 //! in bf16 and are converted to f32.
 //!
 //! The default from NVIDIA compute capability 8.0 on. AMD's half of libtorch has another implementation, whose masks
-//! begin at the first key: there it is used only if [`ATTENTION`] requests it, and for whole documents only. The
-//! stand-in device of the tests reports no architecture.
+//! begin at the first key: there it is used only if [`ATTENTION`] requests it, and for whole documents without a window
+//! only. The stand-in device of the tests reports no architecture.
 
 #![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
 
@@ -36,6 +36,7 @@ unsafe extern "C" {
         operands: *const *const C_tensor,
         longest: *const i64,
         scale: f64,
+        before: i64,
         out: *mut *mut C_tensor,
     ) -> c_int;
 }
@@ -54,7 +55,8 @@ pub(super) fn takes(queue: &Queue, wanted: Option<bool>, by: Attention) -> bool 
         (Some(false), _) => false,
         (_, Some(number)) => number >= 80,
         (Some(true), None) => {
-            queue.architecture().is_empty() || by.spans.iter().all(|span| span.before == 0)
+            let whole = by.spans.iter().all(|span| span.before == 0);
+            queue.architecture().is_empty() || (whole && by.window.is_none())
         }
         (None, None) => false,
     }
@@ -108,6 +110,11 @@ fn scale(by: Attention) -> f64 {
     1.0 / (by.shape[2] as f64).sqrt()
 }
 
+/// How many keys before its own a query sees; `None`: all. libtorch counts in 32 bits.
+fn before(by: Attention) -> Option<i64> {
+    by.window.filter(|window| *window <= i64::from(i32::MAX)).map(|window| window - 1)
+}
+
 pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
     let ([query, key, value], ends) = (operands(by)?, ends(queue, by)?);
@@ -117,7 +124,8 @@ pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
     // SAFETY: five tensors that outlive the call, two counts, and space for four tensors, all of which it fills on
     // success.
     let code = unsafe {
-        shim_flash_attention(given.as_ptr(), longest.as_ptr(), scale(by), made.as_mut_ptr())
+        let before = before(by).unwrap_or(-1);
+        shim_flash_attention(given.as_ptr(), longest.as_ptr(), scale(by), before, made.as_mut_ptr())
     };
     guarded("attention", code)?;
     // SAFETY: each is a new tensor that the shim made for us.
@@ -157,7 +165,7 @@ pub(super) fn attention_backward(
         seed,
         offset,
         scale(by),
-        None,
+        before(by),
         None,
     )
     .map_err(Error::from)?;

@@ -15,6 +15,9 @@ const TILE: i64 = 32;
 /// Width of the widest head (`SLICES` times `SLICE` there).
 const WIDEST: i64 = 256;
 
+/// A window over any document: positions plus a window must fit in 32 bits.
+const WIDEST_WINDOW: i64 = i32::MAX as i64;
+
 fn tiles(rows: i64) -> i64 {
     (rows + TILE - 1) / TILE
 }
@@ -34,11 +37,12 @@ fn table(queue: &Queue, spans: &[AttentionSpan]) -> Result<Tensor> {
 }
 
 /// The arguments after the operands, the same for all three kernels.
-fn numbers(by: Attention) -> [Argument<'static>; 7] {
+fn numbers(by: Attention) -> [Argument<'static>; 8] {
     let ([heads, keys, width], spans) = (by.shape, by.spans.len() as i64);
-    let sizes = [spans, by.query.size()[1], by.value.size()[0], heads, keys, width];
-    let [a, b, c, d, e, f] = sizes.map(Argument::from);
-    [a, b, c, d, e, f, ((1.0 / (width as f64).sqrt()) as f32).into()]
+    let window = by.window.unwrap_or(i64::MAX).min(WIDEST_WINDOW);
+    let sizes = [spans, by.query.size()[1], by.value.size()[0], heads, keys, width, window];
+    let [a, b, c, d, e, f, g] = sizes.map(Argument::from);
+    [a, b, c, d, e, f, g, ((1.0 / (width as f64).sqrt()) as f32).into()]
 }
 
 fn fits(by: Attention) -> Result<i64> {

@@ -65,7 +65,11 @@ fn scored(by: Attention, span: AttentionSpan, first: i64) -> Result<[Tensor; 4]>
     let logits = query.f_matmul(&key.f_transpose(-1, -2)?)?;
     let logits = logits.f_div_scalar((width as f64).sqrt())?;
     let (shape, options) = ([span.len, span.keys()], (Kind::Bool, by.query.device()));
-    let later = Tensor::f_ones(shape, options)?.f_triu(span.before + 1)?;
-    let scores = logits.f_masked_fill(&later, f64::NEG_INFINITY)?.f_softmax(-1, Kind::Float)?;
+    let all = Tensor::f_ones(shape, options)?;
+    let mut hidden = all.f_triu(span.before + 1)?;
+    if let Some(window) = by.window {
+        hidden = hidden.f_logical_or(&all.f_tril(span.before - window)?)?;
+    }
+    let scores = logits.f_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, Kind::Float)?;
     Ok([query, key, value, scores])
 }

@@ -13,6 +13,11 @@ fn spans(tokens: i64, cuts: &[prop::sample::Index]) -> Vec<AttentionSpan> {
     starts.iter().zip(ends).map(|(&start, end)| AttentionSpan::whole(start, end - start)).collect()
 }
 
+/// Windows of one key, of a few, of more than a block of queries, and of more than any document; or none.
+fn windows() -> impl Strategy<Value = Option<i64>> {
+    prop_oneof![Just(None), Just(Some(1)), (2i64..130).prop_map(Some), Just(Some(i64::MAX))]
+}
+
 /// The gradients of queries, keys and values, in f32.
 fn back(
     table: OpsTable,
@@ -56,6 +61,7 @@ proptest! {
         (keys, group, width) in (1i64..4, 1i64..4, 1i64..20),
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
         before in prop::collection::vec(prop_oneof![Just(0), 1i64..40], 9),
+        window in windows(),
         kind in float(),
         seed in 0u64..1000,
     ) {
@@ -68,7 +74,7 @@ proptest! {
         let key = random(&[keys, others, width], seed + 3).to_kind(kind);
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
-        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
+        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, window, kept: None };
         agrees(&OWN, by, &grad)?;
         prop_assert!(back(REFERENCE, by, vec![[query.copy(), query.copy()]], &grad).is_err());
     }
@@ -78,6 +84,7 @@ proptest! {
     fn a_document_knows_nothing_of_its_neighbours(
         (first, len, rest) in (0i64..50, 1i64..50, 0i64..50),
         (keys, group, width) in (1i64..3, 1i64..3, 1i64..20),
+        window in windows(),
         kind in float(),
         seed in 0u64..1000,
     ) {
@@ -88,7 +95,7 @@ proptest! {
             .map(|(heads, index)| random(&[tokens, heads * width], seed + index).to_kind(kind));
         let of = |table: OpsTable, tensors: [&Tensor; 4], spans: &[AttentionSpan]| {
             let [query, key, value, grad] = tensors;
-            let by = Attention { query, key, value, spans, shape, kept: None };
+            let by = Attention { query, key, value, spans, shape, window, kept: None };
             let attended = table.attention(by).unwrap();
             let [to_query, to_key, to_value] = back(table, by, attended.saved, grad).unwrap();
             [attended.heads, to_value, to_query.transpose(0, 1), to_key.transpose(0, 1)]
@@ -147,6 +154,7 @@ proptest! {
     fn attention_over_parts_of_long_documents(
         (before, len) in (1i64..500, 300i64..800),
         (keys, group) in (1i64..3, 1i64..3),
+        window in windows(),
         kind in float(),
         seed in 0u64..1000,
     ) {
@@ -158,7 +166,7 @@ proptest! {
         let key = random(&[keys, others, width], seed + 3).to_kind(kind);
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
-        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
+        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, window, kept: None };
         // The emulator, for which blocks do not matter, is slow: it computes one in eight.
         agrees(if seed % 8 == 0 { &OWN } else { &[CPU] }, by, &grad)?;
     }
@@ -168,6 +176,7 @@ proptest! {
     fn a_part_of_a_document_sees_what_came_before(
         (before, len) in (0i64..600, 1i64..40),
         (keys, group, width) in (1i64..3, 1i64..3, 1i64..20),
+        window in windows(),
         seed in 0u64..1000,
     ) {
         let (shape, tokens) = ([keys * group, keys, width], before + len);
@@ -176,7 +185,8 @@ proptest! {
         for table in [CPU, REFERENCE, EMULATED] {
             let (whole, part) = ([AttentionSpan::whole(0, tokens)], [AttentionSpan { start: 0, len, before }]);
             let of = |query: &Tensor, spans: &[AttentionSpan]| {
-                table.attention(Attention { query, key: &key, value: &value, spans, shape, kept: None }).unwrap().heads
+                let by = Attention { query, key: &key, value: &value, spans, shape, window, kept: None };
+                table.attention(by).unwrap().heads
             };
             let own = query.narrow(1, before, len).contiguous();
             let wanted = of(&query, &whole).narrow(0, before, len);

@@ -4,7 +4,7 @@ use contract::{Digestible, Hasher};
 
 use super::{Decay, ZayaConfig};
 use crate::model::kinds::{
-    Attention, BalanceKind, FeedForward, LogitsDtype, ResidualKind, RouterKind,
+    Attention, BalanceKind, FeedForward, LayerType, LogitsDtype, ResidualKind, RouterKind,
 };
 
 impl Digestible for ZayaConfig {
@@ -35,6 +35,9 @@ impl Digestible for ZayaConfig {
             document_mask,
             loss_chunk,
             layers,
+            sliding_window,
+            layer_types,
+            sliding_rope_theta,
             feed_forward,
             linear_decay,
             qk_norm,
@@ -66,6 +69,19 @@ impl Digestible for ZayaConfig {
         feed_baseline(*qk_norm, *residual, *router, hasher);
         feed_experts(*norm_topk_prob, *num_shared_experts, *balance, hasher);
         feed_head(*logits_dtype, hasher);
+        feed_window(*sliding_window, layer_types, *sliding_rope_theta, hasher);
+    }
+}
+
+/// Layers without a window add nothing.
+fn feed_window(window: i64, layers: &[LayerType], theta: f64, hasher: &mut Hasher) {
+    if window == 0 && *layers == [LayerType::Full] && theta == 0.0 {
+        return;
+    }
+    hasher.tag("zaya-config.window.v1").u64(window as u64).u64(theta.to_bits());
+    hasher.u64(layers.len() as u64);
+    for layer in layers {
+        hasher.str(layer.name());
     }
 }
 

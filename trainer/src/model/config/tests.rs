@@ -82,6 +82,31 @@ fn what_cannot_be_names_the_field() {
     for (message, part) in cases {
         assert!(message.contains(part), "{message}");
     }
+    let sliding = |others: &[(&str, Value)]| {
+        let given = [&[("sliding_window", json!(64))], others].concat();
+        ZayaConfig::resolve(None, &fields(&given)).map_err(|fault| fault.to_string())
+    };
+    let windows = |others: &[(&str, Value)]| sliding(others).unwrap().windows().collect::<Vec<_>>();
+    assert_eq!(windows(&[]), [Some(64); 6]);
+    let types = json!(["full_attention", "sliding_attention"]);
+    assert_eq!(windows(&[("layer_types", types.clone())]), [None, Some(64)].repeat(3));
+    let linear = [("layers", json!(["linear", "cca"])), ("layer_types", types.clone())];
+    assert_eq!(windows(&linear), [None, Some(64)].repeat(3));
+    let (first, odd) = (json!(["cca", "linear"]), json!(["full_attention"]));
+    for (given, part) in [
+        (&[("layers", first), ("layer_types", types)][..], "[model] layer_types"),
+        (&[("layer_types", odd)], "[model] sliding_window"),
+        (&[("sliding_window", json!(-1))], "[model] sliding_window"),
+        (&[("layer_types", json!(["sliding"]))], "`full_attention` or `sliding_attention`"),
+        (&[("sliding_rope_theta", json!(0.5))], "[model] sliding_rope_theta"),
+    ] {
+        let message = sliding(given).unwrap_err();
+        assert!(message.contains(part), "{message}");
+    }
+    let alone = refused(None, "sliding_rope_theta", json!(1e6));
+    assert!(alone.contains("a layer that slides"), "{alone}");
+    let alone = refused(None, "layer_types", json!(["sliding_attention"]));
+    assert!(alone.contains("[model] sliding_window"), "{alone}");
     let linear = |count: i64, experts: i64| {
         let given = [("router", json!("linear")), ("num_experts", json!(experts))];
         let given = [&given[..], &[("num_experts_per_tok", json!(count))]].concat();
@@ -129,6 +154,7 @@ fn every_field_reaches_the_digest() {
             Value::String(text) if text == "bias" => json!("none"),
             Value::String(text) if text == "model" => json!("f32"),
             Value::Array(_) if key == "feed_forward" => json!(["moe", "mlp"]),
+            Value::Array(_) if key == "layer_types" => json!(["sliding_attention"]),
             Value::Array(_) => json!(["cca", "linear"]),
             Value::String(text) => json!(format!("{text}x")),
             Value::Number(number) if number.is_i64() => json!(number.as_i64().unwrap() + 1),

@@ -15,7 +15,9 @@ use kernels::ops::{ConvShift, QueryKey};
 use tch::Tensor;
 
 use super::heads::{CcaGrads, Heads, HeadsGrads, below, columns, rows, shards};
-use super::softmax::{SavedSoftmax, ShardedAttention, back_over_shards, largest_of, over_shards};
+use super::softmax::{
+    AttentionShape, SavedSoftmax, ShardedAttention, back_over_shards, largest_of, over_shards,
+};
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
@@ -37,6 +39,8 @@ pub(in crate::model) struct Cca {
     pub(super) conv_grouped_bias: ParamId,
     pub(super) temp: ParamId,
     pub(super) o_proj: ParamId,
+    /// How many keys a query sees; `None`: all earlier ones.
+    window: Option<i64>,
 }
 
 /// What the backward pass reads of a shard.
@@ -62,7 +66,7 @@ pub(in crate::model) struct SavedChunk {
 }
 
 impl Layer for Cca {
-    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, place: LayerPlace) -> Self {
         let (hidden, dim) = (config.hidden_size, config.head_dim);
         let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
         let mut qkv = params.inside("self_attn.qkv_proj", "self_attn.qkv");
@@ -100,6 +104,7 @@ impl Layer for Cca {
             conv_grouped_bias,
             temp,
             o_proj,
+            window: place.window,
         }
     }
 
@@ -171,6 +176,7 @@ impl Cca {
             grouped_bias: channels(&w[self.conv_grouped_bias])?,
             temp: rows(&w[self.temp], std::slice::from_ref(&heads))?,
             o_proj,
+            window: self.window,
             shape: [(heads.end - heads.start) * group, heads.end - heads.start, dim],
         })
     }
@@ -255,7 +261,8 @@ impl Heads {
         }
         let (qk, chunks): (Vec<_>, Vec<_>) = chunks.into_iter().unzip();
         let by = [&value, &self.o_proj];
-        let (outs, softmax) = SavedSoftmax::forward(pass, qk, by, values, self.shape)?;
+        let shape = AttentionShape { heads: self.shape, window: self.window };
+        let (outs, softmax) = SavedSoftmax::forward(pass, qk, by, values, shape)?;
         Ok((outs, Saved { heads: self, projected, softmax, chunks }))
     }
 
@@ -283,6 +290,6 @@ impl Heads {
 
     pub(super) fn turned<'a>(&'a self, chunk: &'a Chunk) -> QueryKey<'a> {
         let (bias, temperature) = (&self.grouped_bias, &self.temp);
-        QueryKey { bias, temperature, angles: chunk.rotary.angles(), shape: self.shape }
+        QueryKey { bias, temperature, angles: chunk.angles(self.window), shape: self.shape }
     }
 }

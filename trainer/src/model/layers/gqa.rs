@@ -13,7 +13,8 @@ use tch::{Kind, Tensor};
 
 use super::heads::{below, columns, rows, shards};
 use super::softmax::{
-    SavedSoftmax, ShardedAttention, SoftmaxGrads, back_over_shards, largest_of, over_shards,
+    AttentionShape, SavedSoftmax, ShardedAttention, SoftmaxGrads, back_over_shards, largest_of,
+    over_shards,
 };
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, joined};
@@ -32,6 +33,8 @@ pub(in crate::model) struct Gqa {
     o_proj: ParamId,
     /// Of queries and keys, `[d]` each.
     norms: Option<[ParamId; 2]>,
+    /// How many keys a query sees; `None`: all earlier ones.
+    window: Option<i64>,
 }
 
 /// The weights of a shard.
@@ -75,7 +78,7 @@ pub(in crate::model) struct ShardGrads {
 }
 
 impl Layer for Gqa {
-    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, place: LayerPlace) -> Self {
         let (hidden, query, key) = (config.hidden_size, config.query_size(), config.key_size());
         let heads = config.num_key_value_heads;
         let mut scope = params.inside("self_attn", "self_attn");
@@ -90,7 +93,7 @@ impl Layer for Gqa {
         [k_proj, v_proj].into_iter().for_each(|id| scope.adjoining(id));
         let mut norm = |name: &str| scope.vector(name, name, config.head_dim, 1.0);
         let norms = config.qk_norm.then(|| [norm("q_norm.weight"), norm("k_norm.weight")]);
-        Gqa { q_proj, k_proj, v_proj, o_proj, norms }
+        Gqa { q_proj, k_proj, v_proj, o_proj, norms, window: place.window }
     }
 
     fn forward(
@@ -162,7 +165,8 @@ impl ShardedAttention<4> for Gqa {
             chunks.push(SavedChunk { x: x.shallow_clone(), normed });
         }
         let by = [&value, o_proj];
-        let (outs, softmax) = SavedSoftmax::forward(pass, qk, by, values, weights.shape)?;
+        let shape = AttentionShape { heads: weights.shape, window: self.window };
+        let (outs, softmax) = SavedSoftmax::forward(pass, qk, by, values, shape)?;
         if pass.folded.is_some() {
             (weights.proj, weights.o_proj) = (Tensor::new(), Tensor::new());
         }
@@ -188,7 +192,7 @@ impl ShardedAttention<4> for Gqa {
         let parts = pass.chunks.iter().zip(chunks).zip(qk.into_iter().zip(o_proj));
         for ((chunk, SavedChunk { x, normed }), (qk, o_proj)) in parts {
             let tokens = x.size()[0];
-            let heads = rotated_back(&qk, chunk.rotary.angles())?.f_transpose(0, 1)?;
+            let heads = rotated_back(&qk, chunk.angles(self.window))?.f_transpose(0, 1)?;
             let heads = heads.f_reshape([tokens, -1])?;
             let (heads, norms) = match normed {
                 None => (heads, None),
@@ -256,7 +260,7 @@ impl Gqa {
             }
         };
         let heads = wide.f_view([-1, queries + keys, width])?.f_transpose(0, 1)?;
-        let turned = rotated(&heads, chunk.rotary.angles())?.f_to_kind(pass.kind)?;
+        let turned = rotated(&heads, chunk.angles(self.window))?.f_to_kind(pass.kind)?;
         Ok((turned.f_contiguous()?, normed))
     }
 

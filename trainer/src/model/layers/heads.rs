@@ -33,6 +33,8 @@ pub(super) struct Heads {
     pub(super) o_proj: Tensor,
     /// `[H', K', d]`.
     pub(super) shape: [i64; 3],
+    /// How many keys a query sees; `None`: all earlier ones.
+    pub(super) window: Option<i64>,
 }
 
 /// Gradients of these weights, of one chunk; the second convolution as it is stored.

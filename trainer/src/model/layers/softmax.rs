@@ -29,8 +29,16 @@ pub(super) struct SavedSoftmax {
     value: Tensor,
     /// By chunk: queries and keys, `[G, n, d]`, and the result.
     chunks: Vec<(Tensor, Attended)>,
+    shape: AttentionShape,
+}
+
+/// The heads of a shard, and what their queries see.
+#[derive(Clone, Copy)]
+pub(super) struct AttentionShape {
     /// `[H, K, d]`.
-    shape: [i64; 3],
+    pub(super) heads: [i64; 3],
+    /// How many keys a query sees, its own token's included; `None`: all earlier ones.
+    pub(super) window: Option<i64>,
 }
 
 /// Gradients from the backward pass of attention, by chunk.
@@ -51,9 +59,9 @@ impl SavedSoftmax {
         qk: Vec<Tensor>,
         [value, o_proj]: [&Tensor; 2],
         values: PendingTable<'_>,
-        shape: [i64; 3],
+        shape: AttentionShape,
     ) -> Result<(Vec<Tensor>, SavedSoftmax)> {
-        let [queries, keys, _] = shape;
+        let [queries, keys, _] = shape.heads;
         let key = qk.iter().map(|qk| qk.f_narrow(0, queries, keys));
         let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
         let (seen, values) = (pass.chunks.earlier(&key, 1)?.wait()?, values.wait()?);
@@ -74,7 +82,7 @@ impl SavedSoftmax {
         grad: &[Tensor],
         o_proj: &Tensor,
     ) -> Result<SoftmaxGrads> {
-        let (ops, [queries, keys, _]) = (pass.ops, self.shape);
+        let (ops, [queries, keys, _]) = (pass.ops, self.shape.heads);
         let alone = pass.chunks.count() == 1;
         let float = (Kind::Float, self.value.device());
         // Terms of sums stay f32.
@@ -141,7 +149,7 @@ struct QueriesWithKeys {
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    shape: [i64; 3],
+    shape: AttentionShape,
 }
 
 impl QueriesWithKeys {
@@ -151,15 +159,15 @@ impl QueriesWithKeys {
         qk: &Tensor,
         key: &Tensor,
         value: &Tensor,
-        shape: [i64; 3],
+        shape: AttentionShape,
     ) -> Result<QueriesWithKeys> {
         let (key, value) = (chunk.keys(key, 1)?, chunk.keys(value, 0)?);
-        Ok(QueriesWithKeys { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
+        Ok(QueriesWithKeys { query: qk.f_narrow(0, 0, shape.heads[0])?, key, value, shape })
     }
 
     /// The largest logit of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
     fn largest_logit(&self, chunk: &Chunk) -> Result<f64> {
-        let [queries, keys, width] = self.shape;
+        let AttentionShape { heads: [queries, keys, width], window } = self.shape;
         let (mut largest, mut first) = (f64::NEG_INFINITY, 0);
         for span in &chunk.spans {
             let query = self.query.f_narrow(1, span.start, span.len)?.f_to_kind(Kind::Float)?;
@@ -167,8 +175,12 @@ impl QueriesWithKeys {
             let key = self.key.f_narrow(1, first, span.keys())?.f_to_kind(Kind::Float)?;
             let logits = query.f_matmul(&key.f_unsqueeze(1)?.f_transpose(-1, -2)?)?;
             let (shape, options) = ([span.len, span.keys()], (Kind::Bool, logits.device()));
-            let later = Tensor::f_ones(shape, options)?.f_triu(span.before + 1)?;
-            let seen = logits.f_masked_fill(&later, f64::NEG_INFINITY)?;
+            let all = Tensor::f_ones(shape, options)?;
+            let mut hidden = all.f_triu(span.before + 1)?;
+            if let Some(window) = window {
+                hidden = hidden.f_logical_or(&all.f_tril(span.before - window)?)?;
+            }
+            let seen = logits.f_masked_fill(&hidden, f64::NEG_INFINITY)?;
             largest = larger(largest, seen.f_max()?.f_double_value(&[])? / (width as f64).sqrt());
             first += span.keys();
         }
@@ -177,8 +189,8 @@ impl QueriesWithKeys {
 
     fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
         let QueriesWithKeys { query, key, value, shape } = self;
-        let kept = Some(&chunk.attending);
-        Attention { query, key, value, spans: &chunk.spans, shape: *shape, kept }
+        let (AttentionShape { heads: shape, window }, kept) = (*shape, Some(&chunk.attending));
+        Attention { query, key, value, spans: &chunk.spans, shape, window, kept }
     }
 }
 

@@ -24,7 +24,7 @@ use trainer::mesh::copies::Partners;
 use trainer::mesh::slices::Slices;
 use trainer::mesh::team;
 use trainer::mesh::{Degrees, GradReduce, Mesh, copies};
-use trainer::model::{self, Assignment, WeightShards};
+use trainer::model::{self, Assignment, WeightShards, ZayaConfig};
 use trainer::optim::balance::RouterBalance;
 use trainer::optim::guard::Skipped;
 use trainer::spec::{PhaseModel, RunSpec};
@@ -257,7 +257,7 @@ fn phase_needs(
     let mesh = Mesh::of(fleet.ranks, degrees, *cut);
     let micro_batches = step.batch / step.micro_batch;
     let tokens = step.batch * u64::from(step.seq_len);
-    let pairs = step.batch * model::causal_pairs(&[0], step.seq_len);
+    let pairs = step.batch * model::attended_pairs(config, &[0], step.seq_len);
     let routed = tokens * config.num_experts_per_tok as u64;
     let routed = vec![routed; config.num_hidden_layers as usize];
     Ok(PhaseNeeds {
@@ -271,7 +271,7 @@ fn phase_needs(
         machine_bytes: machine_bytes.into_iter().max().unwrap_or(0),
         context: mesh.together(),
         folded_ranks: mesh.tsp,
-        uneven: uneven(mesh, cut.chunks, step.seq_len),
+        uneven: uneven(config, mesh, cut.chunks, step.seq_len),
         sent: sent(spec, fleet, shares, mesh, first)?,
         shared: micro_batches * shared_bytes(spec, fleet, shares, mesh, first)?,
         shared_within_machines: shared::within_machines(
@@ -286,11 +286,12 @@ fn phase_needs(
     })
 }
 
-fn uneven(mesh: Mesh, chunks: u64, seq_len: u32) -> f64 {
+fn uneven(config: &ZayaConfig, mesh: Mesh, chunks: u64, seq_len: u32) -> f64 {
     let dealt = Assignment { chunks, degree: u64::from(mesh.together()), place: 0 };
-    let pairs = dealt.pairs_of(&[0], seq_len);
-    let most = pairs.iter().copied().max().unwrap_or(0);
-    most as f64 * pairs.len() as f64 / pairs.iter().sum::<u64>() as f64 - 1.0
+    let pairs = dealt.pairs(config, &[0], seq_len);
+    let (most, all) = (pairs.iter().copied().max().unwrap_or(0), pairs.iter().sum::<u64>());
+    // Linear attention has no pairs.
+    if all == 0 { 0.0 } else { most as f64 * pairs.len() as f64 / all as f64 - 1.0 }
 }
 
 /// Bytes that the ranks of a shared micro-batch send each other: operands of layers, and gradients of chunks.

@@ -47,7 +47,7 @@ impl Operands {
 
     fn by(&self) -> Attention<'_> {
         let Operands { query, key, value, spans, heads, .. } = self;
-        Attention { query, key, value, spans, shape: *heads, kept: None }
+        Attention { query, key, value, spans, shape: *heads, window: None, kept: None }
     }
 
     pub(super) fn forward(&self, ops: OpsTable) -> Computed<Attended> {
@@ -104,7 +104,7 @@ impl BenchOptions {
     /// If an operation fails, or memory runs out.
     pub fn attention(self, tokens: i64, heads: [i64; 3], kind: Kind) -> Result<AttentionTiming> {
         let trains = self.workers.ops();
-        let pairs = trainer::model::causal_pairs(&[0], tokens as u32) as f64;
+        let pairs = trainer::model::causal_pairs(&[0], tokens as u32, None) as f64;
         let operations = 4.0 * (heads[0] * heads[2]) as f64 * pairs;
         let prepare = || Operands::of(&[AttentionSpan::whole(0, tokens)], heads, kind, self.device);
         let rates = |ops: OpsTable| -> Result<AttentionRates> {

@@ -210,7 +210,7 @@ fn micro_batch(
         let rate = curve.at(product.shape.operations() / shards as f64);
         seconds.add(product.part, rounds * product.operations() / rate);
     }
-    let pairs = needs.micro_batch * model::causal_pairs(&[0], needs.seq_len);
+    let pairs = needs.micro_batch * model::attended_pairs(config, &[0], needs.seq_len);
     let most = (1.0 + needs.uneven) / together as f64;
     let operations =
         most * matmuls::of_attention(config, needs.micro_batch * u64::from(needs.seq_len), pairs);
