@@ -51,6 +51,7 @@ impl StepRecord {
             batch_digest: _,
             label_count: _,
             loss: _,
+            z_loss: _,
             micro_batch_labels: _,
             micro_batch_losses: _,
             sources: _,
@@ -86,7 +87,7 @@ impl StepRecord {
                     listed("gradient norm", &layer_gradient_norms.0, other, group, float)
                 })
                 .or_else(|| {
-                    let [clip, other] = [clip, &other.clip_threshold].map(threshold_text);
+                    let [clip, other] = [clip, &other.clip_threshold].map(optional_float);
                     single("clip of the window", &clip, &other)
                 })
                 .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
@@ -143,6 +144,10 @@ impl StepRecord {
         listed("loss", &self.micro_batch_losses.0, &other.micro_batch_losses.0, micro_batch, float)
             .or_else(|| by_source("loss", &self.sources, &other.sources, loss))
             .or_else(|| {
+                let [own, other] = [&self.z_loss, &other.z_loss].map(optional_float);
+                single("z-loss", &own, &other)
+            })
+            .or_else(|| {
                 listed(
                     "router counts",
                     &self.tokens_per_expert,
@@ -164,11 +169,10 @@ fn float(value: &u64) -> String {
     format!("{:e} (bits {value:016x})", f64::from_bits(*value))
 }
 
-fn threshold_text(threshold: &Option<Packed>) -> String {
-    threshold.as_ref().map_or_else(
-        || "none".to_owned(),
-        |threshold| format!("{:e} (bits {threshold})", threshold.float()),
-    )
+fn optional_float(value: &Option<Packed>) -> String {
+    value
+        .as_ref()
+        .map_or_else(|| "none".to_owned(), |value| format!("{:e} (bits {value})", value.float()))
 }
 
 fn skip_of(skipped: &Option<Skipped>) -> String {
@@ -253,6 +257,7 @@ mod tests {
             differs(&|right| right.tokens_per_expert[0][1] += 1),
             "router counts of layer 0"
         );
+        assert_eq!(differs(&|right| right.z_loss = None), "z-loss");
         let of = |right: &mut StepRecord, change: fn(&mut SourceSums)| {
             change(right.sources.get_mut("web").unwrap());
         };
