@@ -15,6 +15,8 @@ use crate::tree::{Counter, no_part};
 
 pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {
     let [tokens, size] = check::cross_entropy(by)?;
+    // The loss is without z-loss, so its coefficient would only cost time.
+    let by = CrossEntropy { z_loss: 0.0, ..by };
     let losses = by.hidden.f_new_empty([tokens], (Kind::Float, by.hidden.device()))?;
     for start in (0..tokens).step_by(by.chunk as usize) {
         let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));

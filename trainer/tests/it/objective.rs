@@ -98,7 +98,7 @@ fn a_loss_weight_scales_the_gradient_alone() {
 #[test]
 fn z_loss_is_in_the_gradient_and_not_in_the_loss() {
     let cuts = [
-        ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2"),
+        ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 8\nweight_shards = 2"),
         ("[model]\n", "[model]\nloss_chunk = 24\n"),
     ];
     let of = |changes: &[(&str, &str)]| {
