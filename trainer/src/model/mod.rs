@@ -183,8 +183,8 @@ impl MicroBatchLosses {
     }
 }
 
-/// Computes one micro-batch: forward, loss and backward of `sum of weighted token losses / label_count`, where a token's
-/// loss includes its z-loss. Losses are reported without their weights, and without z-loss, which is reported apart.
+/// Computes one micro-batch: forward, loss and backward of `sum of weighted token losses / label_count`, where the loss
+/// of a token includes its z-loss. Losses are reported without their weights, and z-loss apart from them.
 ///
 /// `params` are in the order of [`parameters`], f32 or rounded by [`rounded`]; `balance` has one tensor of biases per
 /// layer, empty where the layer has none. Neither is written, so several threads may compute micro-batches of the

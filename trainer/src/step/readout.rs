@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! of each micro-batch, in words of 64 bits: sum of losses (f64) | with z-loss, its sum (f64)
-//!     | sum of losses of each row (f64) | tokens by router class of each layer | checksums of its gradients, to be added, known once these are summed
+//!     | sum of losses of each row (f64) | tokens by router class of each layer
+//!     | checksums of its gradients, to be added, known once these are summed
 //! ```
 
 use contract::Result;

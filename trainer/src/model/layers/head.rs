@@ -1,7 +1,8 @@
 //! The head and its loss, without ever holding all logits.
 //!
 //! Logits exist for `loss_chunk` tokens at a time. Their gradient is `softmax (1 + 2 z_loss log(Z)) - one_hot`, with
-//! `Z` the sum of their exponentials, so nothing is saved for a backward pass: each such chunk adds its term to the gradient of the embedding, in order, and is freed.
+//! `Z` the sum of their exponentials, so nothing is saved for a backward pass: each such chunk adds its term to the
+//! gradient of the embedding, in order, and is freed.
 
 use contract::Result;
 use kernels::ops::{CrossEntropy, OpsTable};
