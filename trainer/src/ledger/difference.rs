@@ -86,10 +86,7 @@ impl StepRecord {
                     let other = &other.layer_gradient_norms.0;
                     listed("gradient norm", &layer_gradient_norms.0, other, group, float)
                 })
-                .or_else(|| {
-                    let [clip, other] = [clip, &other.clip_threshold].map(optional_float);
-                    single("clip of the window", &clip, &other)
-                })
+                .or_else(|| optional("clip of the window", clip, &other.clip_threshold))
                 .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
         };
         let update = || {
@@ -143,10 +140,7 @@ impl StepRecord {
             |source: &SourceSums| format!("{:e} (bits {})", source.loss.float(), source.loss);
         listed("loss", &self.micro_batch_losses.0, &other.micro_batch_losses.0, micro_batch, float)
             .or_else(|| by_source("loss", &self.sources, &other.sources, loss))
-            .or_else(|| {
-                let [own, other] = [&self.z_loss, &other.z_loss].map(optional_float);
-                single("z-loss", &own, &other)
-            })
+            .or_else(|| optional("z-loss", &self.z_loss, &other.z_loss))
             .or_else(|| {
                 listed(
                     "router counts",
@@ -169,10 +163,11 @@ fn float(value: &u64) -> String {
     format!("{:e} (bits {value:016x})", f64::from_bits(*value))
 }
 
-fn optional_float(value: &Option<Packed>) -> String {
-    value
-        .as_ref()
-        .map_or_else(|| "none".to_owned(), |value| format!("{:e} (bits {value})", value.float()))
+/// A difference of floats that a record may lack.
+fn optional(quantity: &str, left: &Option<Packed>, right: &Option<Packed>) -> DifferingValues {
+    let text = |value: &Packed| format!("{:e} (bits {value})", value.float());
+    let text = |value: &Option<Packed>| value.as_ref().map_or_else(|| "none".to_owned(), text);
+    single(quantity, &text(left), &text(right))
 }
 
 fn skip_of(skipped: &Option<Skipped>) -> String {
