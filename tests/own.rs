@@ -14,7 +14,8 @@ use crate::support::{Ran, arg, ztrain_command};
 /// One ledger, whether killed and resumed, replayed, or run by two ranks on two devices.
 #[test]
 fn our_own_kernels_outlive_kills_and_ranks() {
-    let on = OnDevice::by_ours(Fixture { every: "2", ..Fixture::new(&[]) });
+    let z_loss = ("num_hidden_layers = 2", "num_hidden_layers = 2\nz_loss = 1e-4");
+    let on = OnDevice::by_ours(Fixture { every: "2", ..Fixture::new(&[z_loss]) });
     let last = ["--stop-after", "4"];
     on.finish("plain", &[&["--workers", "1"][..], &last].concat());
 
@@ -26,6 +27,7 @@ fn our_own_kernels_outlive_kills_and_ranks() {
     assert_eq!(child.wait().unwrap().code(), None, "it was killed before its end");
     on.finish("killed", &[&["--workers", "1"][..], &last].concat());
     assert!(on.ledger("plain") == on.ledger("killed"), "the ledgers differ");
+    assert!(on.ledger("plain").contains("\"z_loss\""), "a step has z-loss");
 
     let run = on.fixture.scratch.path("plain");
     let mut command =

@@ -66,30 +66,35 @@ KERNEL(cross_entropy_bf16, 256, LIMIT(64, 160, 8),
   loss_of_row(logits, labels, mask, log_sum, losses, groups, pending, size, shards);
 }
 
-// logits <- their slope: exp(logit - log_sum), one less for the label. A block a row, read and written once.
+// logits <- their slope: exp(logit - log_sum) (1 + 2 z_loss log_sum), one less for the label. A block a row, read and written
+// once.
 template <bool WHOLE, typename T>
-DEVICE void slope_of_row(T* logits, const i64* labels, const f32* log_sum, u32 size) {
+DEVICE void slope_of_row(T* logits, const i64* labels, const f32* log_sum, f32 z_loss, u32 size) {
   T* own = logits + static_cast<u64>(block_index()) * size;
   const f32 all = log_sum[block_index()];
   const u32 label = static_cast<u32>(labels[block_index()]);
+  // Without z-loss it is 1, also where log_sum is infinite.
+  const f32 factor = z_loss > 0.0f ? 1.0f + 2.0f * z_loss * all : 1.0f;
   for (u32 column = 4 * thread_index(); column < size; column += SPAN) {
     const Packed<T> values = load<WHOLE>(own, column, size);
     Packed<T> slopes = {};
     UNROLL
     for (u32 next = 0; next < 4; ++next) {
-      const f32 value = exponential(wide(values, next) - all);
+      const f32 value = factor * exponential(wide(values, next) - all);
       put(slopes, next, column + next == label ? value - 1.0f : value);
     }
     store<WHOLE>(own, column, size, slopes);
   }
 }
-KERNEL(cross_entropy_slope_f32, 256, LIMIT(48, 0, 8, 1), (f32 * logits, const i64* labels, const f32* log_sum, u32 size)) {
-  if (by_fours(size, logits)) slope_of_row<true>(logits, labels, log_sum, size);
-  else slope_of_row<false>(logits, labels, log_sum, size);
+KERNEL(cross_entropy_slope_f32, 256, LIMIT(48, 0, 8, 1),
+       (f32 * logits, const i64* labels, const f32* log_sum, f32 z_loss, u32 size)) {
+  if (by_fours(size, logits)) slope_of_row<true>(logits, labels, log_sum, z_loss, size);
+  else slope_of_row<false>(logits, labels, log_sum, z_loss, size);
 }
-KERNEL(cross_entropy_slope_bf16, 256, LIMIT(48, 0, 8), (bf16 * logits, const i64* labels, const f32* log_sum, u32 size)) {
-  if (by_fours(size, logits)) slope_of_row<true>(logits, labels, log_sum, size);
-  else slope_of_row<false>(logits, labels, log_sum, size);
+KERNEL(cross_entropy_slope_bf16, 256, LIMIT(48, 0, 8),
+       (bf16 * logits, const i64* labels, const f32* log_sum, f32 z_loss, u32 size)) {
+  if (by_fours(size, logits)) slope_of_row<true>(logits, labels, log_sum, z_loss, size);
+  else slope_of_row<false>(logits, labels, log_sum, z_loss, size);
 }
 
 // out[t] = x[t] (mask[t] / divisor). A block a row.

@@ -360,6 +360,7 @@ fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
         skip: model.skip,
         document_mask: model.document_mask,
         loss_chunk: model.loss_chunk,
+        z_loss: model.z_loss,
         ..other.clone()
     };
     // The skip class is a row of the router.

@@ -395,6 +395,10 @@ pub(super) fn cross_entropy(by: CrossEntropy) -> Result<[i64; 2]> {
             return Err(call.refuse(name, format!("{number}"), format!("1 to {most}")));
         }
     }
+    if !(0.0..=f64::from(f32::MAX)).contains(&by.z_loss) {
+        let wanted = "a finite number from 0".to_owned();
+        return Err(call.refuse("z_loss", by.z_loss.to_string(), wanted));
+    }
     Ok([tokens, size])
 }
 

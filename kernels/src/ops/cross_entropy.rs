@@ -15,12 +15,14 @@ use crate::tree::{Counter, no_part};
 
 pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {
     let [tokens, size] = check::cross_entropy(by)?;
+    // The loss is without z-loss, so its coefficient would only cost time.
+    let by = CrossEntropy { z_loss: 0.0, ..by };
     let losses = by.hidden.f_new_empty([tokens], (Kind::Float, by.hidden.device()))?;
     for start in (0..tokens).step_by(by.chunk as usize) {
         let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
         let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
         let found = match by.shards {
-            1 => own(&logs(ops, &rows, by.weights)?, &labels, &mask)?,
+            1 => own(&logs(ops, by, &rows)?.0, &labels, &mask)?,
             _ => Logits::of(ops, by, &rows, size)?.losses(&labels, &mask)?,
         };
         part(&losses)?.f_copy_(&found)?;
@@ -38,9 +40,14 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
     let mut weights = by.weights.f_new_zeros(by.weights.size(), float)?;
     let hidden = by.hidden.f_empty_like()?;
     let losses = by.hidden.f_new_empty([tokens], float)?;
+    let z_losses = z_space(by, tokens)?;
     for start in (0..tokens).step_by(by.chunk as usize) {
         let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
         let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
+        let keep_z = |log_sum: &Tensor| match &z_losses {
+            Some(z_losses) => z_into(&part(z_losses)?, by, log_sum, &mask),
+            None => Ok(()),
+        };
         // The mask and the divisor scale the narrow operand: rows of D numbers, not of V.
         let scale = mask.f_unsqueeze(1)?.f_div_scalar(divisor)?;
         let scaled = rows.f_mul(&scale)?.f_to_kind(rows.kind())?;
@@ -48,18 +55,25 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
         if by.shards > 1 {
             let logits = Logits::of(ops, by, &rows, size)?;
             part(&losses)?.f_copy_(&logits.losses(&labels, &mask)?)?;
+            keep_z(&logits.log_sum)?;
             let sum = logits.backward(ops, by, &labels, &scaled, &weights)?;
             to_hidden.f_copy_(&sum.f_mul(&scale)?)?;
         } else {
-            let log = logs(ops, &rows, by.weights)?;
+            let (log, log_sum) = logs(ops, by, &rows)?;
             part(&losses)?.f_copy_(&own(&log, &labels, &mask)?)?;
-            let slope = slope(log, &labels)?.f_to_kind(rows.kind())?;
+            let mut slope = log;
+            let _ = slope.f_exp_()?;
+            if let Some(log_sum) = &log_sum {
+                keep_z(log_sum)?;
+                scale_by_z(&mut slope, by, log_sum)?;
+            }
+            let slope = less_one(slope, &labels)?.f_to_kind(rows.kind())?;
             ops.matmul_into(&to_hidden, &slope, by.weights)?;
             add_weights(ops, by, &mut weights, &slope, &scaled)?;
             let _ = to_hidden.f_mul_(&scale)?;
         }
     }
-    Ok(CrossEntropyGrads { losses, hidden, weights })
+    Ok(CrossEntropyGrads { losses, z_losses, hidden, weights })
 }
 
 /// Adds the gradient of the weights from `rows` tokens.
@@ -77,17 +91,54 @@ fn add_weights<O: Ops + ?Sized>(
     Ok(())
 }
 
-/// The gradient of each logit: its probability, less one for the label's.
-fn slope(mut log: Tensor, labels: &Tensor) -> Result<Tensor> {
-    let mut slope = log.f_exp_()?;
+/// Memory for the z-loss of each token, if it has a coefficient.
+pub(super) fn z_space(by: CrossEntropy, tokens: i64) -> Result<Option<Tensor>> {
+    let space = || by.hidden.f_new_empty([tokens], (Kind::Float, by.hidden.device()));
+    Ok((by.z_loss > 0.0).then(space).transpose()?)
+}
+
+/// Writes the z-loss of each label of a chunk, `[n]`, from `log_sum`, `[n]` or `[n, 1]`.
+pub(super) fn z_into(
+    out: &Tensor,
+    by: CrossEntropy,
+    log_sum: &Tensor,
+    mask: &Tensor,
+) -> Result<()> {
+    let terms = log_sum.f_view([-1])?.f_square()?.f_mul_scalar(by.z_loss)?;
+    out.shallow_clone().f_copy_(&labelled(&terms, mask)?)?;
+    Ok(())
+}
+
+/// Multiplies probabilities by `1 + 2 z_loss log(Z)`: with z-loss, the part of the gradient that all logits have.
+fn scale_by_z(probabilities: &mut Tensor, by: CrossEntropy, log_sum: &Tensor) -> Result<()> {
+    let factor = log_sum.f_mul_scalar(2.0 * by.z_loss)?.f_add_scalar(1.0)?;
+    let _ = probabilities.f_mul_(&factor)?;
+    Ok(())
+}
+
+/// Subtracts one from the number of each label.
+fn less_one(mut slope: Tensor, labels: &Tensor) -> Result<Tensor> {
     let labels = labels.f_unsqueeze(1)?;
     let ones = slope.f_new_ones(labels.size(), (Kind::Float, slope.device()))?;
     let _ = slope.f_scatter_add_(1, &labels, &ones.f_neg()?)?;
     Ok(slope)
 }
 
-fn logs<O: Ops + ?Sized>(ops: &O, rows: &Tensor, weights: &Tensor) -> Result<Tensor> {
-    Ok(ops.matmul(rows, &weights.f_tr()?)?.f_log_softmax(-1, Kind::Float)?)
+/// The logarithm of each probability, `[n, V]`, and for z-loss that of the sum of exponentials, `[n, 1]`: f32.
+fn logs<O: Ops + ?Sized>(
+    ops: &O,
+    by: CrossEntropy,
+    rows: &Tensor,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let logits = ops.matmul(rows, &by.weights.f_tr()?)?;
+    let log = logits.f_log_softmax(-1, Kind::Float)?;
+    if by.z_loss == 0.0 {
+        return Ok((log, None));
+    }
+    // Of the most probable token: there the subtraction cancels least.
+    let largest = |x: &Tensor| x.f_amax([1].as_slice(), true)?.f_to_kind(Kind::Float);
+    let log_sum = largest(&logits)?.f_sub(&largest(&log)?)?;
+    Ok((log, Some(log_sum)))
 }
 
 /// The loss of each label of a chunk.
@@ -157,6 +208,9 @@ impl Logits {
         let (labels, mut sum) = (labels.f_unsqueeze(1)?, Counter::new());
         for (range, logits) in &self.shards {
             let mut slope = logits.f_sub(&self.log_sum)?.f_exp()?;
+            if by.z_loss > 0.0 {
+                scale_by_z(&mut slope, by, &self.log_sum)?;
+            }
             let (here, place) = within(&labels, range)?;
             let one = here.f_to_kind(Kind::Float)?.f_neg()?;
             let _ = slope.f_scatter_add_(1, &place, &one)?;

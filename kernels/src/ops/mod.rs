@@ -198,7 +198,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         cross_entropy::cross_entropy(self, by)
     }
 
-    /// The same, and gradients of the sum of losses over `divisor`.
+    /// The same, and gradients of the sum of losses over `divisor`, with z-loss if it has a coefficient.
     fn cross_entropy_backward(&self, by: CrossEntropy, divisor: f64) -> Result<CrossEntropyGrads> {
         cross_entropy::cross_entropy_backward(self, by, divisor)
     }

@@ -493,6 +493,9 @@ pub struct CrossEntropy<'a> {
     pub shards: i64,
     /// Whether the gradient of the weights is a part of a sum: it is then computed in f32, not in their kind.
     pub part: bool,
+    /// The coefficient of z-loss, at least 0: the gradient is that of `loss + z_loss * log(Z)^2` for each label, with Z
+    /// the sum of the exponentials of its logits (PaLM, arXiv 2204.02311, section 5). Losses are without it.
+    pub z_loss: f64,
 }
 
 /// Losses, and gradients of their weighted sum over a divisor.
@@ -500,6 +503,8 @@ pub struct CrossEntropy<'a> {
 pub struct CrossEntropyGrads {
     /// `[N]`, f32: nats, 0 for tokens without a label.
     pub losses: Tensor,
+    /// `[N]`, f32: `z_loss * log(Z)^2`, 0 for tokens without a label; `None` if the coefficient is 0.
+    pub z_losses: Option<Tensor>,
     /// `[N, D]`, in the kind of the hidden numbers.
     pub hidden: Tensor,
     /// `[V, D]`, f32.

@@ -51,6 +51,7 @@ impl StepRecord {
             batch_digest: _,
             label_count: _,
             loss: _,
+            z_loss: _,
             micro_batch_labels: _,
             micro_batch_losses: _,
             sources: _,
@@ -85,10 +86,7 @@ impl StepRecord {
                     let other = &other.layer_gradient_norms.0;
                     listed("gradient norm", &layer_gradient_norms.0, other, group, float)
                 })
-                .or_else(|| {
-                    let [clip, other] = [clip, &other.clip_threshold].map(threshold_text);
-                    single("clip of the window", &clip, &other)
-                })
+                .or_else(|| optional("clip of the window", clip, &other.clip_threshold))
                 .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
         };
         let update = || {
@@ -142,6 +140,7 @@ impl StepRecord {
             |source: &SourceSums| format!("{:e} (bits {})", source.loss.float(), source.loss);
         listed("loss", &self.micro_batch_losses.0, &other.micro_batch_losses.0, micro_batch, float)
             .or_else(|| by_source("loss", &self.sources, &other.sources, loss))
+            .or_else(|| optional("z-loss", &self.z_loss, &other.z_loss))
             .or_else(|| {
                 listed(
                     "router counts",
@@ -164,11 +163,11 @@ fn float(value: &u64) -> String {
     format!("{:e} (bits {value:016x})", f64::from_bits(*value))
 }
 
-fn threshold_text(threshold: &Option<Packed>) -> String {
-    threshold.as_ref().map_or_else(
-        || "none".to_owned(),
-        |threshold| format!("{:e} (bits {threshold})", threshold.float()),
-    )
+/// A difference of floats that a record may lack.
+fn optional(quantity: &str, left: &Option<Packed>, right: &Option<Packed>) -> DifferingValues {
+    let text = |value: &Packed| format!("{:e} (bits {value})", value.float());
+    let text = |value: &Option<Packed>| value.as_ref().map_or_else(|| "none".to_owned(), text);
+    single(quantity, &text(left), &text(right))
 }
 
 fn skip_of(skipped: &Option<Skipped>) -> String {
@@ -253,6 +252,7 @@ mod tests {
             differs(&|right| right.tokens_per_expert[0][1] += 1),
             "router counts of layer 0"
         );
+        assert_eq!(differs(&|right| right.z_loss = None), "z-loss");
         let of = |right: &mut StepRecord, change: fn(&mut SourceSums)| {
             change(right.sources.get_mut("web").unwrap());
         };

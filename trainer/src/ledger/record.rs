@@ -63,6 +63,11 @@ pub struct StepRecord {
     /// not finite, or the step has no label.
     #[serde(deserialize_with = "contract::read_number")]
     pub loss: f64,
+    /// The mean z-loss per label, as the bits of an f64: not in `loss`; absent where [`ZayaConfig::z_loss`] is 0.
+    ///
+    /// [`ZayaConfig::z_loss`]: crate::model::ZayaConfig::z_loss
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub z_loss: Option<Packed>,
     /// Labels of each micro-batch.
     pub micro_batch_labels: Vec<u64>,
     /// Sum of token losses of each micro-batch, as the bits of an f64.
@@ -200,6 +205,7 @@ pub(crate) mod tests {
             batch_digest: Digest(u128::from(word(0))),
             label_count: labels.iter().sum(),
             loss: losses.iter().sum::<f64>() / labels.iter().sum::<u64>() as f64,
+            z_loss: Some(words(22, 1)),
             micro_batch_labels: labels.to_vec(),
             micro_batch_losses: Packed::floats(losses),
             sources: sources.into(),

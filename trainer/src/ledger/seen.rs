@@ -27,6 +27,8 @@ pub struct StepSummaryFields {
     /// Mean loss per label, in nats; NaN without labels.
     #[serde(deserialize_with = "contract::read_number")]
     pub loss: f64,
+    #[serde(default)]
+    z_loss: Option<Packed>,
     norm: Packed,
     lr: Packed,
     /// Tokens that each layer's router sent to each class, the skip class last; empty for a layer without a router.
@@ -78,6 +80,7 @@ impl StepSummaryFields {
             micro_batch_labels: Vec::new(),
             micro_batch_losses: Packed(Vec::new()),
             loss: record.loss,
+            z_loss: record.z_loss.clone(),
             norm: record.norm.clone(),
             lr: record.lr.clone(),
             tokens_per_expert: record.tokens_per_expert.clone(),
@@ -89,6 +92,11 @@ impl StepSummaryFields {
             mix_weights: record.mix_weights.clone(),
             curriculum: record.curriculum.clone(),
         }
+    }
+
+    /// The mean z-loss per label, in steps with a coefficient.
+    pub fn z_loss(&self) -> Option<f64> {
+        self.z_loss.as_ref().map(Packed::float)
     }
 
     /// The norm at which `[auto_clip]` clips.

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! loss/all   loss/NAME                     mean loss of a label, over the step and by source
+//! head/z_loss                              mean z-loss of a label, where `z_loss` is not 0
 //! optimizer/gradient_norm   optimizer/lr   before clipping; the rate applied
 //! gradient_norm/LAYER   update_norm/LAYER  of the embedding, each layer and the final norm
 //! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
@@ -254,6 +255,7 @@ pub fn curves(
     let speeds = speed.into_iter().flat_map(StepSpeed::curves);
     values.extend(speeds.map(|(name, value)| (name.to_owned(), value)));
     values.retain(|(_, value)| !value.is_nan());
+    values.extend(seen.z_loss().map(|z_loss| ("head/z_loss".to_owned(), z_loss)));
     if let Some(threshold) = seen.clip_threshold().filter(|it| it.is_finite()) {
         values.push(("optimizer/clip_threshold".to_owned(), threshold));
     }

@@ -59,17 +59,22 @@ pub(super) fn same_bits(a: &MicroBatchOutput, b: &MicroBatchOutput) -> bool {
         let tensors = out.grads.iter().chain([&out.token_losses]);
         tensors.map(|tensor| kernels::checksum::tensor(tensor, 1).unwrap()).collect::<Vec<_>>()
     };
-    a.loss.to_bits() == b.loss.to_bits() && a.counts == b.counts && checksums(a) == checksums(b)
+    let sums = |out: &MicroBatchOutput| [out.loss, out.z_loss].map(f64::to_bits);
+    sums(a) == sums(b) && a.counts == b.counts && checksums(a) == checksums(b)
 }
 
 #[test]
 fn gradients_are_those_of_automatic_differentiation() {
-    for skip in [SkipOutput::Zero, SkipOutput::Identity] {
-        let (config, params, balance, arrays) = middling(skip);
+    for (skip, z_loss) in
+        [(SkipOutput::Zero, 0.0), (SkipOutput::Identity, 0.0), (SkipOutput::Zero, 0.1)]
+    {
+        let (config, params, balance, arrays) =
+            middling_of(ZayaConfig { skip, z_loss, ..preset() });
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
         let specs = parameters(&config);
-        let (losses, grads) =
+        let ([losses, z_losses], grads) =
             oracle::forward_backward(&config, &specs, &params, &balance, &prepared, 200);
+        let z_loss_sum = z_losses.sum(Kind::Double).double_value(&[]);
         for ops in [CPU, REFERENCE] {
             let options = MicroBatchOptions { ops, ..MicroBatchOptions::default() };
             let staged = arrays.input().stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
@@ -78,6 +83,7 @@ fn gradients_are_those_of_automatic_differentiation() {
             let skipped = out.counts.iter().all(|layer| layer[8] > 0);
             assert!(skipped, "some tokens skip: {:?}", out.counts);
             assert!(relative(&out.token_losses, &losses) < 1e-6);
+            assert!((out.z_loss - z_loss_sum).abs() <= 1e-6 * z_loss_sum, "{}", out.z_loss);
             let mut worst = 0f64;
             for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
                 let error = relative(a, b);
@@ -103,7 +109,7 @@ fn plain_feed_forwards_have_the_gradients_of_automatic_differentiation() {
         let specs = parameters(&config);
         assert!(specs.iter().all(|spec| !spec.name.contains("router_states_scale")));
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
-        let (losses, grads) =
+        let ([losses, _], grads) =
             oracle::forward_backward(&config, &specs, &params, &balance, &prepared, 200);
         let whole = MicroBatchOptions::default();
         let cut = |chunks, shards| whole.cut(Cut { chunks, shards });
@@ -180,7 +186,8 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
 /// Under bf16 a head in f32 has the losses and gradients of its inputs in f32; in f32 it is the head.
 #[test]
 fn a_head_in_f32_is_that_of_its_widened_inputs() {
-    let (config, params, balance, arrays) = middling(SkipOutput::Identity);
+    let config = ZayaConfig { skip: SkipOutput::Identity, z_loss: 0.1, ..preset() };
+    let (config, params, balance, arrays) = middling_of(config);
     let wide = ZayaConfig { logits_dtype: LogitsDtype::F32, ..config.clone() };
     let input = arrays.input();
     let compute = |config: &ZayaConfig, params: &[Tensor]| {
@@ -196,10 +203,14 @@ fn a_head_in_f32_is_that_of_its_widened_inputs() {
     assert_ne!(all.to_kind(Kind::BFloat16).to_kind(Kind::Double), all);
     let labels: Vec<i64> = input.labels.iter().map(|label| i64::from(*label)).collect();
     let mask: Vec<f64> = input.mask.iter().map(|mask| f64::from(*mask)).collect();
+    let over_labels =
+        |x: &Tensor| (x * Tensor::from_slice(&mask)).sum(Kind::Double).double_value(&[]);
     let losses = all.log_softmax(-1, Kind::Double);
     let losses = losses.gather(1, &Tensor::from_slice(&labels).unsqueeze(1), false).squeeze_dim(1);
-    let wanted = -(losses * Tensor::from_slice(&mask)).sum(Kind::Double).double_value(&[]);
+    let wanted = -over_labels(&losses);
     assert!((found.loss - wanted).abs() < 1e-5 * wanted, "{} and {wanted}", found.loss);
+    let wanted = 0.1 * over_labels(&all.logsumexp([1i64].as_slice(), false).square());
+    assert!((found.z_loss - wanted).abs() < 1e-5 * wanted, "{} and {wanted}", found.z_loss);
     assert!(found.grads.iter().all(|grad| grad.kind() == Kind::Float));
 }
 

@@ -25,8 +25,9 @@ fn models() -> impl Strategy<Value = ZayaConfig> {
     let flags = any::<[bool; 3]>();
     let residual = prop::sample::select(vec![ResidualKind::Scaled, ResidualKind::Plain]);
     let rotary = prop::sample::select(vec![0.25, 0.5, 1.0]);
-    let all = (layers, feed_forward, flags, residual, routers(), (rotary, sliding()));
-    all.prop_map(|(layers, feed_forward, flags, residual, routers, (rotary, sliding))| {
+    let z_loss = prop_oneof![Just(0.0), 1e-4..0.1];
+    let all = (layers, feed_forward, flags, residual, routers(), (rotary, sliding(), z_loss));
+    all.prop_map(|(layers, feed_forward, flags, residual, routers, (rotary, sliding, z_loss))| {
         let [qk_norm, document_mask, tie_word_embeddings] = flags;
         let softmax = !layers.contains(&Attention::Linear);
         let (sliding_window, layer_types, sliding_rope_theta) =
@@ -42,6 +43,7 @@ fn models() -> impl Strategy<Value = ZayaConfig> {
             qk_norm,
             document_mask,
             partial_rotary_factor: rotary,
+            z_loss,
             moe_intermediate_size: 50,
             ..routers
         }

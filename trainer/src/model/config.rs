@@ -143,6 +143,9 @@ pub struct ZayaConfig {
     pub balance: BalanceKind,
     /// In which dtype the head multiplies.
     pub logits_dtype: LogitsDtype,
+    /// The coefficient of z-loss, 0 to 1: the gradient is that of `loss + z_loss x log(Z)^2` for each label, with Z the
+    /// sum of the exponentials of its logits (PaLM, arXiv 2204.02311, section 5: 1e-4). Losses are shown without it.
+    pub z_loss: f64,
 }
 
 /// The JSON Schema of a curriculum with the keys of `[model]`, and by name (`presets`) what each preset gives them.
@@ -310,6 +313,8 @@ impl ZayaConfig {
         field("rms_norm_eps", positive(eps), eps.to_string(), "a positive number")?;
         let range = self.initializer_range;
         field("initializer_range", positive(range), range.to_string(), "a positive number")?;
+        let z_loss = self.z_loss;
+        field("z_loss", (0.0..=1.0).contains(&z_loss), z_loss.to_string(), "a number from 0 to 1")?;
         let theta = self.rope_theta;
         field("rope_theta", positive(theta) && theta >= 1.0, theta.to_string(), "1 or more")
     }
@@ -564,6 +569,7 @@ fn eight_billion() -> ZayaConfig {
         num_shared_experts: 0,
         balance: BalanceKind::Bias,
         logits_dtype: LogitsDtype::Model,
+        z_loss: 0.0,
     }
 }
 

@@ -41,7 +41,7 @@ impl Model {
     pub(super) fn assert_differentiated(&self, arrays: &Arrays, options: MicroBatchOptions) {
         let prepared = arrays.input().prepare(&self.config, Device::Cpu).unwrap();
         let specs = parameters(&self.config);
-        let (losses, grads) = oracle::forward_backward(
+        let ([losses, z_losses], grads) = oracle::forward_backward(
             &self.config,
             &specs,
             &self.params,
@@ -51,6 +51,8 @@ impl Model {
         );
         let out = self.micro_batch(&arrays.input(), options);
         assert!(relative(&out.token_losses, &losses) < 1e-6, "{options:?}");
+        let z_loss = z_losses.sum(Kind::Double).double_value(&[]);
+        assert!((out.z_loss - z_loss).abs() <= 1e-6 * z_loss, "{options:?}");
         let mut worst = 0f64;
         for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
             let error = relative(a, b);
@@ -132,7 +134,8 @@ fn linear_layers_go_from_block_to_block() {
 #[test]
 fn shards_have_the_gradients_of_automatic_differentiation() {
     let preset = ZayaConfig::preset("zaya1-nano").unwrap();
-    let (plain, arrays) = model(SkipOutput::Identity);
+    let config = ZayaConfig { skip: SkipOutput::Identity, z_loss: 0.1, ..preset.clone() };
+    let (plain, arrays) = model_of(config);
     plain.assert_differentiated(&arrays, both(1, 2));
     plain.assert_differentiated(&arrays, MicroBatchOptions { ops: REFERENCE, ..both(4, 7) });
     let (queries, width) =

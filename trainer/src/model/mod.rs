@@ -142,10 +142,12 @@ impl Default for MicroBatchOptions {
 pub struct MicroBatchOutput {
     /// Sum of the token losses, in nats.
     pub loss: f64,
+    /// Sum of the z-losses of the same tokens; 0 without a coefficient.
+    pub z_loss: f64,
     /// Tokens that had a label.
     pub labels: u64,
-    /// Gradient of `loss / label_count`, each row's losses times its weight, for every parameter, in canonical order,
-    /// f32; exact zeros where unused.
+    /// Gradient of `(loss + z_loss) / label_count`, each row's losses times its weight, for every parameter, in
+    /// canonical order, f32; exact zeros where unused.
     pub grads: Vec<Tensor>,
     /// Loss of every token, `[rows * seq_len]`, f32; 0 where there is no label.
     pub token_losses: Tensor,
@@ -159,6 +161,8 @@ pub struct MicroBatchOutput {
 pub struct MicroBatchLosses {
     /// Sum of the token losses, in nats: one f64 on the device.
     pub loss: Tensor,
+    /// Sum of the z-losses of the same tokens, likewise; `None` if [`ZayaConfig::z_loss`] is 0.
+    pub z_loss: Option<Tensor>,
     /// Tokens that had a label.
     pub labels: u64,
     /// Loss of every token.
@@ -180,8 +184,8 @@ impl MicroBatchLosses {
     }
 }
 
-/// Computes one micro-batch: forward, loss and backward of `sum of weighted token losses / label_count`. Losses are
-/// reported without their weights.
+/// Computes one micro-batch: forward, loss and backward of `sum of weighted token losses / label_count`, where the loss
+/// of a token includes its z-loss. Losses are reported without their weights, and z-loss apart from them.
 ///
 /// `params` are in the order of [`parameters`], f32 or rounded by [`rounded`]; `balance` has one tensor of biases per
 /// layer, empty where the layer has none. Neither is written, so several threads may compute micro-batches of the
@@ -245,8 +249,10 @@ fn collected(
     let found =
         compute(config, params, balance, input, label_count, options.into(), &mut gradients)?;
     let (loss, counts) = (number(&found.loss)?, found.read_counts()?);
+    let z_loss = found.z_loss.as_ref().map_or(Ok(0.0), number)?;
     let MicroBatchLosses { labels, token_losses, .. } = found;
-    Ok(MicroBatchOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
+    let grads = gradients.into_vec()?;
+    Ok(MicroBatchOutput { loss, z_loss, labels, grads, token_losses, counts })
 }
 
 fn compute(
@@ -264,6 +270,7 @@ fn compute(
     let found = Pass::over(how, config, params, balance, input, train)?;
     Ok(MicroBatchLosses {
         loss: total(&found.losses)?,
+        z_loss: found.z_losses.as_ref().map(total).transpose()?,
         labels: input.label_count,
         token_losses: found.losses,
         counts: found.counts,

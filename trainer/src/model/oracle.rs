@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use super::input::DeviceMicroBatch;
 use super::{ParamSpec, SkipOutput, ZayaConfig};
 
-/// Token losses, and the gradient of their sum over `label_count` for every parameter of `specs`.
+/// Token losses, their z-losses, and the gradient of the sum of both over `label_count` for every parameter of `specs`.
 pub(super) fn forward_backward(
     config: &ZayaConfig,
     specs: &[ParamSpec],
@@ -19,7 +19,7 @@ pub(super) fn forward_backward(
     balance: &[Tensor],
     input: &DeviceMicroBatch,
     label_count: u64,
-) -> (Tensor, Vec<Tensor>) {
+) -> ([Tensor; 2], Vec<Tensor>) {
     let watched = |param: &Tensor| param.to_kind(Kind::Double).set_requires_grad(true);
     let params: Vec<Tensor> = params.iter().map(watched).collect();
     let named = specs.iter().map(|spec| spec.name.as_str()).zip(&params).collect();
@@ -27,10 +27,16 @@ pub(super) fn forward_backward(
     let hidden = forward.body(balance);
     let own = forward.params.get("lm_head.weight").copied();
     let head = own.unwrap_or_else(|| forward.p("embed_tokens.weight"));
-    let log = hidden.linear(head, None::<&Tensor>).log_softmax(-1, Kind::Double);
-    let losses = -log.gather(1, &input.labels.unsqueeze(1), false).squeeze_dim(1) * &input.mask;
-    let loss = losses.sum(Kind::Double) / label_count as f64;
-    (losses.detach(), Tensor::run_backward(&[loss], &params, false, false))
+    let logits = hidden.linear(head, None::<&Tensor>);
+    let log_sum = logits.exp().sum_dim_intlist(1, false, Kind::Double).log();
+    let label = logits.gather(1, &input.labels.unsqueeze(1), false).squeeze_dim(1);
+    let losses = (&log_sum - label) * &input.mask;
+    let z_losses = config.z_loss * log_sum.square() * &input.mask;
+    let loss = (&losses + &z_losses).sum(Kind::Double) / label_count as f64;
+    (
+        [losses, z_losses].map(|all| all.detach()),
+        Tensor::run_backward(&[loss], &params, false, false),
+    )
 }
 
 struct Forward<'a> {

@@ -236,6 +236,33 @@ fn parity_narrow() {
     check(&Fixture::read("narrow"));
 }
 
+/// z-loss, at the weights nearest to the logits: the embedding, which is also the head, and the final norm.
+#[test]
+fn parity_with_z_loss() {
+    for name in ["wide", "narrow"] {
+        let fixture = Fixture::read(name);
+        let config = ZayaConfig { z_loss: 0.01, ..fixture.config.clone() };
+        let (params, balance, arrays) = (fixture.params(), fixture.balance(), fixture.arrays());
+        let out =
+            forward_backward(&config, &params, &balance, &arrays.input(), arrays.label_count())
+                .unwrap();
+        let wanted = fixture.tensors["z_loss"].double_value(&[0]);
+        assert!((out.z_loss - wanted).abs() <= BOUND * wanted, "{} and {wanted}", out.z_loss);
+        let mut compared = 0;
+        for (spec, grad) in parameters(&config).iter().zip(&out.grads) {
+            let of = |kind: &str| fixture.tensors.get(&format!("{kind}.{}", spec.name));
+            let Some(wanted) = of("z_grad") else { continue };
+            let error = relative(grad, wanted);
+            assert!(error <= BOUND, "{name} {}: {error:e}", spec.name);
+            let without = relative(of("grad").unwrap(), wanted);
+            assert!(without > 100.0 * BOUND, "{name} {}: z-loss adds {without:e}", spec.name);
+            println!("{name} {}: {error:.1e}, of which z-loss is {without:.1e}", spec.name);
+            compared += 1;
+        }
+        assert_eq!(compared, 2);
+    }
+}
+
 /// An expert without a token has exact zeros, not small numbers.
 #[test]
 fn idle_experts_have_exact_zeros() {

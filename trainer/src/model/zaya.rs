@@ -66,6 +66,8 @@ struct Forward {
 pub(super) struct MicroBatchResult {
     /// `[N]`: nats, 0 where there is no label.
     pub(super) losses: Tensor,
+    /// Likewise, z-loss, if it has a coefficient.
+    pub(super) z_losses: Option<Tensor>,
     /// By layer and router class.
     pub(super) counts: Vec<Option<Tensor>>,
 }
@@ -89,7 +91,7 @@ impl Zaya {
         Zaya { params, embedding, layers, norm, head }
     }
 
-    /// Forward, loss and backward of the sum of weighted token losses over `label_count`.
+    /// Forward, loss and backward of the sum of weighted token losses, with z-loss, over `label_count`.
     pub(super) fn train(
         &self,
         pass: &Pass<'_>,
@@ -101,10 +103,10 @@ impl Zaya {
         let mut forward = self.forward(pass, keep)?;
         let counts = std::mem::take(&mut forward.counts);
         let mut sink = Gradients::new(sink, pass.chunks.shared());
-        let HeadGrads { losses, hidden, weights } =
+        let HeadGrads { losses, z_losses, hidden, weights } =
             self.head.backward(pass, &forward.hidden, label_count, &mut sink)?;
         self.backward(pass, forward, hidden, weights, &mut sink)?;
-        Ok(MicroBatchResult { losses, counts })
+        Ok(MicroBatchResult { losses, z_losses, counts })
     }
 
     /// The loss of every token, `[N]`: forward only.

@@ -159,6 +159,9 @@ pub(super) fn record(
     let (micro_batches, step) = (&gradient.micro_batches, gradient.step);
     let StepDecision { norm, lr, decision, .. } = *decided;
     let StepSums { sums, updates } = settled;
+    let z_loss = || tree::total(micro_batches.iter().map(|one| one.z_loss));
+    let z_loss = || z_loss() / gradient.label_count.max(1) as f64;
+    let has_z_loss = spec.model_at(step)?.config.z_loss > 0.0;
     Ok(StepRecord {
         kind: "step".to_owned(),
         step,
@@ -166,6 +169,7 @@ pub(super) fn record(
         batch_digest: gradient.data,
         label_count: gradient.label_count,
         loss: gradient.mean(),
+        z_loss: has_z_loss.then(|| Packed::floats([z_loss()])),
         micro_batch_labels: micro_batches.iter().map(|one| one.labels).collect(),
         micro_batch_losses: Packed::floats(micro_batches.iter().map(|one| one.loss)),
         sources: by_source(spec, gradient)?,

@@ -73,8 +73,8 @@ pub(super) struct StepLosses {
 /// Writes this rank's report: its micro-batches, and the router's counts over them.
 pub(super) fn write_losses(message: &mut WordWriter, kept: &[MicroBatchSums], router: &[Vec<u64>]) {
     message.word(kept.len() as u64);
-    for MicroBatchSums { loss, labels, gradient, rows, token_losses: _ } in kept {
-        message.float(*loss).word(*labels).word(*gradient).word(rows.len() as u64);
+    for MicroBatchSums { loss, z_loss, labels, gradient, rows, token_losses: _ } in kept {
+        message.float(*loss).float(*z_loss).word(*labels).word(*gradient).word(rows.len() as u64);
         rows.iter().for_each(|(loss, labels)| {
             message.float(*loss).word(*labels);
         });
@@ -100,10 +100,12 @@ pub(super) fn losses(
     for heard in heard {
         let mut of_rank = Vec::new();
         for _ in 0..heard.word()? {
-            let (loss, labels, gradient) = (heard.float()?, heard.word()?, heard.word()?);
+            let (loss, z_loss) = (heard.float()?, heard.float()?);
+            let (labels, gradient) = (heard.word()?, heard.word()?);
             let rows = (0..heard.word()?).map(|_| Ok((heard.float()?, heard.word()?)));
             let rows = rows.collect::<Result<_>>()?;
-            of_rank.push(MicroBatchSums { loss, labels, gradient, rows, token_losses: Vec::new() });
+            let token_losses = Vec::new();
+            of_rank.push(MicroBatchSums { loss, z_loss, labels, gradient, rows, token_losses });
         }
         said.push(of_rank);
         let layers = heard.word()?;
@@ -128,7 +130,8 @@ pub(super) fn losses(
 
 /// Joins the reports of two ranks that share a micro-batch: equal except for checksums of their slices, which add up.
 fn joined(one: MicroBatchSums, other: MicroBatchSums) -> Result<MicroBatchSums> {
-    if one.loss.to_bits() != other.loss.to_bits() || one.labels != other.labels {
+    let bits = |of: &MicroBatchSums| [of.loss, of.z_loss].map(f64::to_bits);
+    if bits(&one) != bits(&other) || one.labels != other.labels {
         return Err(Fault::mismatch("ranks that share a micro-batch found different losses")
             .found(other.loss)
             .wanted(one.loss));

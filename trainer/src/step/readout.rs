@@ -1,8 +1,9 @@
 //! The results of a micro-batch for the record of its step: they stay on the device until the host reads the record.
 //!
 //! ```text
-//! of each micro-batch, in words of 64 bits: sum of losses (f64) | sum of losses of each row (f64)
-//!     | tokens by router class of each layer | checksums of its gradients, to be added, known once these are summed
+//! of each micro-batch, in words of 64 bits: sum of losses (f64) | with z-loss, its sum (f64)
+//!     | sum of losses of each row (f64) | tokens by router class of each layer
+//!     | checksums of its gradients, to be added, known once these are summed
 //! ```
 
 use contract::Result;
@@ -19,6 +20,8 @@ use crate::timing;
 pub struct MicroBatchSums {
     /// Sum of its token losses.
     pub loss: f64,
+    /// Sum of the z-losses of the same tokens; 0 without a coefficient.
+    pub z_loss: f64,
     /// Its labels.
     pub labels: u64,
     /// Checksum of its gradient.
@@ -41,6 +44,8 @@ pub enum Detail {
 /// The results of one micro-batch, not yet read by the host.
 pub(super) struct MicroBatchReport {
     words: Tensor,
+    /// Whether z-loss is among them.
+    has_z_loss: bool,
     /// The checksum.
     gradient: checksum::RunningChecksum,
     labels: u64,
@@ -68,8 +73,8 @@ impl MicroBatchReport {
         let words = || {
             let by_row = output.token_losses.f_view([input.rows as i64, -1])?;
             let by_row = by_row.f_sum_dim_intlist(1, false, Kind::Double)?;
-            let mut words = Vec::with_capacity(2 + output.counts.len());
-            for losses in [&output.loss, &by_row] {
+            let mut words = Vec::with_capacity(3 + output.counts.len());
+            for losses in [&output.loss].into_iter().chain(&output.z_loss).chain([&by_row]) {
                 words.push(losses.f_view_dtype(Kind::Int64)?.f_view([-1])?);
             }
             words.extend(output.counts.iter().flatten().map(Tensor::shallow_clone));
@@ -77,6 +82,7 @@ impl MicroBatchReport {
         };
         Ok(MicroBatchReport {
             words: words().map_err(refused)?,
+            has_z_loss: output.z_loss.is_some(),
             gradient,
             labels: output.labels,
             rows: input.mask.chunks(input.seq_len).map(labels).collect(),
@@ -105,9 +111,11 @@ impl MicroBatchReport {
 
     /// Takes its words from a record that was read.
     pub(super) fn take(&self, record: &mut Record) -> Result<MicroBatchReading> {
-        let MicroBatchReport { gradient, labels, rows, classes, token_losses, .. } = self;
+        let MicroBatchReport { has_z_loss, gradient, labels, rows, classes, token_losses, .. } =
+            self;
         let mut next = || record.word().map_err(refused);
         let loss = f64::from_bits(next()?);
+        let z_loss = if *has_z_loss { f64::from_bits(next()?) } else { 0.0 };
         let rows = rows.iter().map(|labels| Ok((f64::from_bits(next()?), *labels)));
         let rows = rows.collect::<Result<_>>()?;
         let layer = |classes: &usize| (0..*classes).map(|_| next()).collect::<Result<_>>();
@@ -118,6 +126,7 @@ impl MicroBatchReport {
         let token_losses =
             token_losses.as_ref().map(|losses| values(&losses.flatten(0, -1))).transpose()?;
         let token_losses = token_losses.unwrap_or_default();
-        Ok((MicroBatchSums { loss, labels: *labels, gradient, rows, token_losses }, counts))
+        let sums = MicroBatchSums { loss, z_loss, labels: *labels, gradient, rows, token_losses };
+        Ok((sums, counts))
     }
 }

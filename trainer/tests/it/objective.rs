@@ -1,8 +1,11 @@
-//! Fear: that the objective of a source depends on ranks, workers or stops, that a loss weight scales something else
-//! than the gradient, or that a replay forgets one.
+//! Fear: that an objective depends on ranks, workers or stops, that a loss weight or z-loss changes something else than
+//! the gradient, or that a replay forgets one.
 
 use serde_json::Value;
 use tch::Device;
+use trainer::ledger::{self, Ledger, StepSummaryFields};
+use trainer::mesh::Degrees;
+use trainer::metrics::curves;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -20,8 +23,12 @@ fn steps(scratch: &Scratch, run: &str) -> Vec<Value> {
     lines.into_iter().filter(|line| line["kind"] == "step").collect()
 }
 
+fn float(step: &Value, key: &str) -> f64 {
+    f64::from_bits(u64::from_str_radix(step[key].as_str().unwrap(), 16).unwrap())
+}
+
 fn norm(step: &Value) -> f64 {
-    f64::from_bits(u64::from_str_radix(step["norm"].as_str().unwrap(), 16).unwrap())
+    float(step, "norm")
 }
 
 #[test]
@@ -85,4 +92,59 @@ fn a_loss_weight_scales_the_gradient_alone() {
     }
     assert_eq!(norm(&twos), 2.0 * norm(&plain));
     assert!(norm(&other) != norm(&twos) && norm(&other) != norm(&plain));
+}
+
+/// The first phase has z-loss, the second one none. Losses are those of a run without it, as long as the weights are.
+#[test]
+fn z_loss_is_in_the_gradient_and_not_in_the_loss() {
+    let cuts = [
+        ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 8\nweight_shards = 2"),
+        ("[model]\n", "[model]\nloss_chunk = 24\n"),
+    ];
+    let of = |changes: &[(&str, &str)]| {
+        let scratch = Scratch::new();
+        scratch.edited("run.toml", &[&cuts, changes].concat());
+        let outcome = scratch.train("alone");
+        let all = steps(&scratch, "alone");
+        (scratch, outcome, all)
+    };
+    let second = ("micro_batch = 1", "micro_batch = 1\nmodel = { z_loss = 0 }");
+    let (_, _, plain) = of(&[]);
+    let (_, _, zero) = of(&[("[model]\n", "[model]\nz_loss = 0.0\n")]);
+    let (scratch, alone, found) = of(&[("[model]\n", "[model]\nz_loss = 0.01\n"), second]);
+    for (number, (plain, zero)) in plain.iter().zip(&zero).enumerate() {
+        assert_eq!(plain["state_digest"], zero["state_digest"], "0 changes no bit");
+        assert!(zero["z_loss"].is_null() && plain["z_loss"].is_null());
+        assert_ne!(plain["state_digest"], found[number]["state_digest"]);
+        assert_eq!(found[number]["z_loss"].is_null(), number >= 6, "step {}", number + 1);
+    }
+    assert_eq!(plain[0]["micro_batch_losses"], found[0]["micro_batch_losses"]);
+    assert_ne!(plain[0]["norm"], found[0]["norm"]);
+    // Logits of initial weights are small, so Z is about the size of the vocabulary.
+    let wanted = 0.01 * 50f64.ln().powi(2);
+    let z_loss = float(&found[0], "z_loss");
+    assert!((z_loss / wanted - 1.0).abs() < 0.05, "{z_loss} and {wanted}");
+    let ledger = Ledger::read(&scratch.path("alone/ledger.jsonl")).unwrap();
+    for step in &found {
+        let summary: StepSummaryFields = serde_json::from_value(step.clone()).unwrap();
+        let curves = curves(&summary, &[], None);
+        let curve = curves.iter().find(|(name, _)| name == "head/z_loss").map(|(_, value)| *value);
+        assert_eq!(curve, (!step["z_loss"].is_null()).then(|| float(step, "z_loss")));
+        let record = ledger.record(summary.step).unwrap();
+        let mut other = record.clone();
+        other.z_loss = Some(ledger::Packed::floats([7.0]));
+        assert_eq!(record.difference(&other, &[]).unwrap().quantity, "z-loss");
+    }
+    for (world, degrees) in [(3, Degrees::ALONE), (4, Degrees { cp: 2, tsp: 2 })] {
+        let out = format!("ranks-{world}");
+        for outcome in train_with(&scratch, &out, world, |_, exec| exec.degrees = degrees) {
+            assert_eq!(outcome.unwrap(), alone);
+        }
+        assert_same(&scratch, "alone", &out);
+    }
+    let mut replayer =
+        Replayer::open(&scratch.path("alone"), &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut state = replayer.state_after(4).unwrap();
+    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+    assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
 }

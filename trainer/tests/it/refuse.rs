@@ -299,6 +299,8 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
     let cases = [
         (("num_experts = 3", "num_experts = 3\nvocab_size = 49"), "at least 50"),
         (("num_experts = 3", "num_experts = 3\nbalance_lr = -1"), "balance_lr"),
+        (("num_experts = 3", "num_experts = 3\nz_loss = -1e-4"), "a number from 0 to 1"),
+        (("num_experts = 3", "num_experts = 3\nz_loss = nan"), "`z_loss` is not a finite number"),
         (("num_experts = 3", "num_experts = 3\nbalance_lr = nan"), "nan or inf"),
         (("num_experts = 3", "num_expert = 3"), "did you mean `num_experts`?"),
         (("preset = \"zaya1-nano\"", "preset = \"zaya2\""), "unknown preset"),

@@ -257,16 +257,18 @@ fn masks(tokens: usize) -> Vec<f32> {
 
 const HIDDEN: usize = 11;
 
-fn loss([tokens, size]: [usize; 2], shards: usize, values: Values) -> Loss {
+fn loss([tokens, size]: [usize; 2], shards: usize, z_loss: f32, values: Values) -> Loss {
     let kind = values.kind();
-    let mut tape = Tape::new(&format!("cross_entropy_{kind}"));
+    let name = if z_loss > 0.0 { "z_loss" } else { "cross_entropy" };
+    let mut tape = Tape::new(&format!("{name}_{kind}"));
     let logits = values.scaled(&mut tape, tokens * size, 1, 20.0);
     let (labels, mask) = (tape.with(&labels(tokens, size)), tape.with(&masks(tokens)));
     let [log_sum, losses] = [(); 2].map(|()| tape.room::<f32>(tokens));
     let places = [logits, labels, mask, log_sum, losses].map(Argument::from);
     let arguments = [&places[..], &[size.into(), shards.into()]].concat();
     tape.launch(&format!("cross_entropy_{kind}"), tokens, &arguments);
-    let arguments: [Argument; 4] = [logits.into(), labels.into(), log_sum.into(), size.into()];
+    let places = [logits, labels, log_sum].map(Argument::from);
+    let arguments = [&places[..], &[z_loss.into(), size.into()]].concat();
     tape.launch(&format!("cross_entropy_slope_{kind}"), tokens, &arguments);
     let x = values.with(&mut tape, tokens * HIDDEN, 2);
     let out = values.room(&mut tape, tokens * HIDDEN);
@@ -281,13 +283,14 @@ fn loss([tokens, size]: [usize; 2], shards: usize, values: Values) -> Loss {
 
 #[test]
 fn losses_agree_with_libtorch() {
-    for (shape, shards, values) in [
-        ([1, 1], 1, Values::Wide),
-        ([9, 1000], 1, Values::Wide),
-        ([9, 1000], 7, Values::Wide),
-        ([7, 300], 2, Values::Narrow),
+    for (shape, shards, z_loss, values) in [
+        ([1, 1], 1, 0.0, Values::Wide),
+        ([9, 1000], 1, 0.0, Values::Wide),
+        ([9, 1000], 7, 0.125, Values::Wide),
+        ([7, 300], 2, 0.0, Values::Narrow),
+        ([7, 300], 2, 0.125, Values::Narrow),
     ] {
-        let loss = loss(shape, shards, values);
+        let loss = loss(shape, shards, z_loss, values);
         let played = loss.tape.play();
         let [tokens, size] = shape.map(|size| size as i64);
         let logits =
@@ -299,7 +302,8 @@ fn losses_agree_with_libtorch() {
         let mask = tensor(&masks(shape[0]), &[tokens, 1]);
         let losses = (&log_sum - exact.gather(1, &labels, false)) * mask.to_kind(Kind::Double);
         close(&played.read::<f32>(loss.found[1]), &losses, 2e-7);
-        let mut slope = (exact - log_sum).exp();
+        let factor = &log_sum * f64::from(2.0 * z_loss) + 1.0;
+        let mut slope = (exact - log_sum).exp() * factor;
         let _ = slope.scatter_add_(1, &labels, &(labels.ones_like().to_kind(Kind::Double) * -1.0));
         let found = values.read(&played, loss.found[2], &[tokens, size]).to_kind(Kind::Float);
         let within = if values == Values::Wide { 4e-6 } else { 2f64.powi(-8) };
@@ -444,7 +448,9 @@ pub(super) fn wide(elements: usize) -> [Tape; 2] {
 }
 
 pub(super) fn small() -> Vec<Tape> {
-    let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], 3, values).tape);
+    let losses = [0.0, 0.125].into_iter().flat_map(|z_loss| {
+        [Values::Wide, Values::Narrow].map(|values| loss([3, 260], 3, z_loss, values).tape)
+    });
     let few = [(2050, 0, true, true), (1030, 1, true, false), (3, 0, false, true)];
     let mut tapes = vec![moved(&few).tape, iteration(&[[5, 7], [2, 3]]).tape, packed(&[4100, 7]).0];
     tapes.push(present((&[0, 2, 8], 1), (&[5, 0, 8], 2), 300).0);
@@ -454,7 +460,7 @@ pub(super) fn small() -> Vec<Tape> {
 
 /// Vocabularies of many blocks, and matrices of several tiles.
 pub(super) fn large() -> Vec<Tape> {
-    let losses = [Values::Wide, Values::Narrow].map(|values| loss([40, 5003], 3, values).tape);
+    let losses = [Values::Wide, Values::Narrow].map(|values| loss([40, 5003], 3, 0.0, values).tape);
     let shapes = [[64, 128], [65, 70], [130, 136]];
     let many = [(200_003, 0, true, true), (70_003, 1, true, true), (66_000, 0, false, true)];
     let mut tapes = vec![moved(&many).tape, iteration(&shapes).tape, packed(&[100_003, 70_000]).0];

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
 use crate::Result;
-use crate::ops::{CrossEntropy, CrossEntropyGrads, Ops, check};
+use crate::ops::{CrossEntropy, CrossEntropyGrads, Ops, check, cross_entropy as composed};
 use crate::tree::Counter;
 
 /// A chunk of tokens.
@@ -64,11 +64,11 @@ impl<'a> Chunk<'a> {
 
     /// Replaces the logits by their gradients.
     fn slopes(&self) -> Result<()> {
-        let Chunk { labels, logits, log_sum, .. } = self;
+        let Chunk { by, labels, logits, log_sum, .. } = self;
         let kernel = by_kind(logits, [c"cross_entropy_slope_f32", c"cross_entropy_slope_bf16"]);
         let memory = [logits, labels, log_sum].map(Argument::from);
-        let arguments = [&memory[..], &[logits.size()[1].into()]].concat();
-        self.queue.launch(kernel, labels.size()[0], &arguments)
+        let numbers = [(by.z_loss as f32).into(), logits.size()[1].into()];
+        self.queue.launch(kernel, labels.size()[0], &[&memory[..], &numbers].concat())
     }
 
     /// `out = x mask / divisor`, row by row; `out` may be `x`.
@@ -132,14 +132,19 @@ pub(super) fn cross_entropy_backward(
     let weights = by.weights.f_new_zeros(by.weights.size(), float)?;
     let hidden = by.hidden.f_empty_like()?;
     let losses = queue.room(&[tokens], Kind::Float)?;
+    let z_losses = composed::z_space(by, tokens)?;
     for start in (0..tokens).step_by(by.chunk as usize) {
         let chunk = Chunk::of(queue, ops, by, start, &losses)?;
         chunk.slopes()?;
+        let part = |x: &Tensor| x.f_narrow(0, start, chunk.rows.size()[0]);
+        if let Some(z_losses) = &z_losses {
+            composed::z_into(&part(z_losses)?, by, &chunk.log_sum, &chunk.mask)?;
+        }
         // The mask and the divisor scale the narrow operand: rows of D numbers, not of V.
         let scaled = chunk.rows.f_empty_like()?;
         chunk.scaled(&chunk.rows, &scaled, divisor)?;
-        chunk.to_rows(&hidden.f_narrow(0, start, chunk.rows.size()[0])?, divisor)?;
+        chunk.to_rows(&part(&hidden)?, divisor)?;
         chunk.add_weights(&weights, &scaled)?;
     }
-    Ok(CrossEntropyGrads { losses, hidden, weights })
+    Ok(CrossEntropyGrads { losses, z_losses, hidden, weights })
 }

@@ -255,12 +255,13 @@ proptest! {
     }
 
     /// Equal to f64 for any chunk and number of shards; a token without a label has no loss and no gradient. Weights of
-    /// labels multiply the gradient, not the loss.
+    /// labels multiply the gradient, not the loss; z-loss is in the gradient and apart from the loss.
     #[test]
     fn losses_and_their_gradients(
         labels in prop::collection::vec(0i64..30, 1..40),
         weighed in prop::collection::vec(prop_oneof![Just(0.0f32), Just(1.0), 0.01..9.0f32], 40),
         (width, chunk, shards, part) in (1i64..16, 1i64..50, 1i64..8, any::<bool>()),
+        z_loss in prop_oneof![Just(0.0), Just(1e-4), 0.0..1.0],
         kind in float(),
         seed in 0u64..1000,
     ) {
@@ -270,18 +271,25 @@ proptest! {
         let labels = Tensor::from_slice(&labels);
         let mask = Tensor::from_slice(&weighed[..labels.numel()]);
         let (hidden, labels, mask) = (&hidden, &labels, &mask);
-        let by = CrossEntropy { hidden, weights: &weights, labels, mask, chunk, shards, part };
-        let [x, w] = [hidden, &weights].map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
-        let log = x.mm(&w.tr()).log_softmax(-1, Kind::Double);
+        let weights = &weights;
+        let by = CrossEntropy { hidden, weights, labels, mask, chunk, shards, part, z_loss };
+        let [x, w] = [hidden, weights].map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
+        let logits = x.mm(&w.tr());
+        let log = logits.log_softmax(-1, Kind::Double);
         let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1).neg();
-        ((&wanted * mask).sum(Kind::Double) / 7.0).backward();
-        let wanted = wanted * mask.gt(0.0);
+        let z_wanted = logits.logsumexp([1i64].as_slice(), false).square() * z_loss;
+        (((&wanted + &z_wanted) * mask).sum(Kind::Double) / 7.0).backward();
+        let [wanted, z_wanted] = [wanted, z_wanted].map(|all| (all * mask.gt(0.0)).detach());
         let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-5 };
         for table in [CPU, REFERENCE, EMULATED] {
             let found = table.cross_entropy_backward(by, 7.0).unwrap();
             prop_assert_eq!(&found.losses, &table.cross_entropy(by).unwrap());
             let away = |found: &Tensor, wanted: &Tensor| difference(&found.to_kind(Kind::Double), wanted);
-            prop_assert!(away(&found.losses, &wanted.detach()) < limit);
+            prop_assert!(away(&found.losses, &wanted) < limit);
+            prop_assert_eq!(found.z_losses.is_some(), z_loss > 0.0);
+            if let Some(found) = &found.z_losses {
+                prop_assert!(away(found, &z_wanted) < limit);
+            }
             prop_assert!(away(&found.hidden, &x.grad()) < limit);
             prop_assert!(away(&found.weights, &w.grad()) < limit);
         }

@@ -47,6 +47,7 @@ impl Digestible for ZayaConfig {
             num_shared_experts,
             balance,
             logits_dtype,
+            z_loss,
         } = self;
         hasher.tag("zaya-config.v1").str(hidden_act);
         let model = [vocab_size, hidden_size, num_hidden_layers, num_attention_heads];
@@ -68,7 +69,7 @@ impl Digestible for ZayaConfig {
         feed_feed_forward(feed_forward, hasher);
         feed_baseline(*qk_norm, *residual, *router, hasher);
         feed_experts(*norm_topk_prob, *num_shared_experts, *balance, hasher);
-        feed_head(*logits_dtype, hasher);
+        feed_head(*logits_dtype, *z_loss, hasher);
         feed_window(*sliding_window, layer_types, *sliding_rope_theta, hasher);
     }
 }
@@ -85,10 +86,13 @@ fn feed_window(window: i64, layers: &[LayerType], theta: f64, hasher: &mut Hashe
     }
 }
 
-/// The head of the run's dtype adds nothing.
-fn feed_head(logits_dtype: LogitsDtype, hasher: &mut Hasher) {
+/// The head of the run's dtype without z-loss adds nothing.
+fn feed_head(logits_dtype: LogitsDtype, z_loss: f64, hasher: &mut Hasher) {
     if logits_dtype != LogitsDtype::Model {
         hasher.tag("zaya-config.logits-dtype.v1").str(logits_dtype.name());
+    }
+    if z_loss > 0.0 {
+        hasher.tag("zaya-config.z-loss.v1").u64(z_loss.to_bits());
     }
 }
 

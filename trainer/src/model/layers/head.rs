@@ -1,7 +1,8 @@
 //! The head and its loss, without ever holding all logits.
 //!
-//! Logits exist for `loss_chunk` tokens at a time. Their gradient is `softmax - one_hot`, so nothing is saved for a
-//! backward pass: each such chunk adds its term to the gradient of the embedding, in order, and is freed.
+//! Logits exist for `loss_chunk` tokens at a time. Their gradient is `softmax (1 + 2 z_loss log(Z)) - one_hot`, with
+//! `Z` the sum of their exponentials, so nothing is saved for a backward pass: each such chunk adds its term to the
+//! gradient of the embedding, in order, and is freed.
 
 use contract::Result;
 use kernels::ops::{CrossEntropy, OpsTable};
@@ -29,6 +30,8 @@ pub(in crate::model) struct Head {
 pub(in crate::model) struct HeadGrads {
     /// `[N]`, in the order of the micro-batch.
     pub(in crate::model) losses: Tensor,
+    /// Likewise, the z-loss of each label, if it has a coefficient.
+    pub(in crate::model) z_losses: Option<Tensor>,
     /// Gradient of the final normed residual, by chunk.
     pub(in crate::model) hidden: Vec<Tensor>,
     /// Gradient of the embedding as the head, if there is one chunk; otherwise the head's gradient is in the sink
@@ -50,7 +53,7 @@ impl Head {
         }
     }
 
-    /// Losses, and gradients of their weighted sum over `label_count`.
+    /// Losses, and gradients of their weighted sum over `label_count`, each with its z-loss.
     pub(in crate::model) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -72,11 +75,14 @@ impl Head {
                 _ => sink.of(chunk).term(self.weight, term, back.weights.into())?,
             }
             let hidden = back.hidden.f_to_kind(pass.kind).map_err(refused)?;
-            found[chunk] = Some((back.losses, hidden));
+            found[chunk] = Some(((back.losses, back.z_losses), hidden));
         }
         let (losses, hidden): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
+        let (losses, z_losses): (Vec<_>, Vec<_>) = losses.into_iter().unzip();
         let losses = pass.chunks.in_sequence(&losses).map_err(refused)?;
-        Ok(HeadGrads { losses, hidden, weights })
+        let z_losses: Option<Vec<_>> = z_losses.into_iter().collect();
+        let z_losses = z_losses.map(|parts| pass.chunks.in_sequence(&parts)).transpose();
+        Ok(HeadGrads { losses, z_losses: z_losses.map_err(refused)?, hidden, weights })
     }
 
     /// The loss of every token, `[N]`.
@@ -140,7 +146,8 @@ fn of<'a>(
 ) -> CrossEntropy<'a> {
     let (labels, mask) = (&chunk.labels, &chunk.mask);
     let (chunk, shards, part) = (pass.config.loss_chunk, pass.shards, pass.chunks.count() > 1);
-    CrossEntropy { hidden, weights, labels, mask, chunk, shards, part }
+    let z_loss = pass.config.z_loss;
+    CrossEntropy { hidden, weights, labels, mask, chunk, shards, part, z_loss }
 }
 
 /// 0 where the label is the most probable token, the lowest of equal ones, `[n]`, else 1. Only the logits of tokens

@@ -430,6 +430,7 @@ fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
         batch_digest: Digest(u128::MAX),
         label_count: tokens,
         loss: std::f64::consts::PI,
+        z_loss: (config.z_loss > 0.0).then(|| words(1)),
         micro_batch_labels: vec![labels; micro_batches],
         micro_batch_losses: words(micro_batches),
         sources: spec.plan.phases()[placed.phase].uses.iter().map(source).collect(),

@@ -135,8 +135,8 @@ impl StepRow {
             (source.clone(), json!({"labels": sum.labels, "loss": sum.mean()}))
         });
         json!({
-            "step": seen.step, "phase": seen.phase, "loss": seen.loss, "lr": seen.lr(), "norm": seen.norm(),
-            "skipped": seen.skipped(), "labels": seen.label_count,
+            "step": seen.step, "phase": seen.phase, "loss": seen.loss, "z_loss": seen.z_loss(), "lr": seen.lr(),
+            "norm": seen.norm(), "skipped": seen.skipped(), "labels": seen.label_count,
             "sources": sources.collect::<serde_json::Map<_, _>>(), "tokens_per_expert": seen.tokens_per_expert,
             "batch_digest": seen.batch_digest, "state_digest": seen.state_digest, "notes": notes,
         })

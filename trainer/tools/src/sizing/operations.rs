@@ -217,7 +217,9 @@ impl MicroBatchSizes {
                 // These labels are token numbers, which must become ids of the vocabulary.
                 let labels = &labels.f_remainder(by.numbers.config.vocab_size)?;
                 let (chunk, shards, part) = (by.numbers.config.loss_chunk, 1, false);
-                let by = CrossEntropy { hidden, weights, labels, mask, chunk, shards, part };
+                let z_loss = by.numbers.config.z_loss;
+                let by =
+                    CrossEntropy { hidden, weights, labels, mask, chunk, shards, part, z_loss };
                 ops.cross_entropy_backward(by, 1.0).map(drop)
             }),
             self.operation("AdamW", &four, &[(3 * size, Float)], |ops, _, t| {
