@@ -145,6 +145,6 @@ fn z_loss_is_in_the_gradient_and_not_in_the_loss() {
     let mut replayer =
         Replayer::open(&scratch.path("alone"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(4).unwrap();
-    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+    let replayed = tools::replay::step(&replayer, &mut state, Detail::Sums).unwrap().replayed;
     assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
 }
