@@ -1,5 +1,5 @@
 // Simulates faulty hardware: preloaded before all other libraries, it corrupts a rank's results or kills it at a place
-// that a test chooses. The program takes no part, but that it shows each rank's progress to any library that is preloaded.
+// that a test chooses. The program takes no part; it shows each rank's progress to any library that is preloaded.
 //
 // FAULTY has a line for each rank or list of ranks ("0+2"):
 //
@@ -7,8 +7,8 @@
 //                  that computing the same thing twice gives different errors
 // clock R 1 FILE   the clock of rank R fails once, in the thread that leads it: no program expects that
 // kill R N TEXT    rank R is killed before it sends or writes data containing TEXT for the N-th time; opening, renaming
-//                  to and removing a file count as writing its name and " opened", " put" and " removed"; "|EXCHANGE|PLACE"
-//                  is where it gets to that place, and not where it sends word of that
+//                  to and removing a file count as writing its name and " opened", " put" and " removed"; a TEXT of
+//                  "|EXCHANGE|PLACE" is reached when the rank gets there, and not when it sends word of that
 //
 // The first two start once FILE exists, and remove it, so that the test knows they have happened.
 
