@@ -344,27 +344,38 @@ fn lanes_of(key: usize, base: usize, window: usize) -> [i32; 2] {
     [key, key + window].map(|lane| lane.saturating_sub(base).min(WIDE) as i32)
 }
 
+/// Replaces the numbers of lanes that do not see key `key` by `with`. Most keys are seen by all.
+#[inline(always)]
+fn hide(row: &mut Lanes, key: usize, [base, window]: [usize; 2], with: f32) {
+    let [first, end] = lanes_of(key, base, window);
+    if first == 0 && end == WIDE as i32 {
+        return;
+    }
+    for (lane, number) in (0..).zip(row) {
+        *number = if lane >= first && lane < end { *number } else { with };
+    }
+}
+
 simd! {
     /// Replaces scores `[keys][WIDE]` by e^(scale (score - largest)), 0 where a lane's query does not see the key: lane
     /// q sees keys up to `base + q`, the last of them in its window. Returns the largest score and one over the sum.
     fn soften(scores: &mut [f32], block: &Block, scale: f32, most: &mut Lanes, part: &mut Lanes) {
-        let Block { base, window, .. } = *block;
+        let seen = [block.base, block.window];
         let (rows, _) = scores.as_chunks_mut::<WIDE>();
         let mut top = [f32::NEG_INFINITY; WIDE];
-        for (key, row) in rows.iter().enumerate() {
-            let [first, end] = lanes_of(key, base, window);
+        for (key, row) in rows.iter_mut().enumerate() {
+            hide(row, key, seen, f32::NEG_INFINITY);
             for lane in 0..WIDE {
-                let seen = lane as i32 >= first && (lane as i32) < end;
-                top[lane] = if seen && row[lane] > top[lane] { row[lane] } else { top[lane] };
+                top[lane] = if row[lane] > top[lane] { row[lane] } else { top[lane] };
             }
         }
         let mut sum = [0f32; WIDE];
         for (key, row) in rows.iter_mut().enumerate() {
-            let [first, end] = lanes_of(key, base, window);
             for lane in 0..WIDE {
-                let value = exp(scale * (row[lane] - top[lane]));
-                let seen = lane as i32 >= first && (lane as i32) < end;
-                row[lane] = if seen { value } else { 0.0 };
+                row[lane] = exp(scale * (row[lane] - top[lane]));
+            }
+            hide(row, key, seen, 0.0);
+            for lane in 0..WIDE {
                 sum[lane] += row[lane];
             }
         }
@@ -390,14 +401,13 @@ simd! {
         let SavedSoftmax { base, window, scale, most, part, along } = known;
         let ((scores, _), (slopes, _)) = (scores.as_chunks_mut::<WIDE>(), slopes.as_chunks_mut::<WIDE>());
         for (key, (score, slope)) in scores.iter_mut().zip(slopes).enumerate() {
-            let [first, end] = lanes_of(key, *base, *window);
             for lane in 0..WIDE {
                 let value = exp(scale * (score[lane] - most[lane])) * part[lane];
                 let change = value * (slope[lane] - along[lane]) * scale;
-                let seen = lane as i32 >= first && (lane as i32) < end;
-                score[lane] = if seen { value } else { 0.0 };
-                slope[lane] = if seen { change } else { 0.0 };
+                (score[lane], slope[lane]) = (value, change);
             }
+            hide(score, key, [*base, *window], 0.0);
+            hide(slope, key, [*base, *window], 0.0);
         }
     }
 }
