@@ -103,26 +103,26 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
 fn a_step_whose_transfers_failed_is_not_written_down() {
     let on = OnDevice::by_libtorch_of(&SHORT);
     on.finish("alone", &["--workers", "1"]);
-    // The initial weights take one round. Each step takes two: its gradients, and the new weights at its end. If one
-    // fails within the call, no rank waits for it.
-    let more = if is_full() { &[("wrong", 11), ("wrong", 12), ("soon", 10)][..] } else { &[] };
-    for (how, round) in [("wrong", 9), ("wrong", 10), ("soon", 9)].iter().chain(more) {
+    // Rounds 1 to 4 have the initial weights. Each step has five: its gradients, and four of new weights. If one fails
+    // within the call, no rank waits for it.
+    let more = if is_full() { &[("wrong", 21), ("wrong", 23), ("soon", 25)][..] } else { &[] };
+    for (how, round) in [("wrong", 24), ("wrong", 25), ("soon", 24)].iter().chain(more) {
         let ran = faulty(&on, &format!("{how}:1:{round}"), "60");
-        let what = ["gathering of gradients", "sharing of new weights"][round % 2];
+        let what = ["gathering of gradients", "sharing of new weights"][usize::from(round % 5 > 0)];
         let words = format!("a transfer: system error, on rank 1 in the {what} with ranks 0");
         ran.fails(6, &[&words]);
-        let (out, line) = (format!("{how}-1-{round}"), format!("\"step\":{},", round / 2));
+        let (out, line) = (format!("{how}-1-{round}"), format!("\"step\":{},", round / 5));
         assert!(on.ledger("alone").contains(&line) && !on.ledger(&out).contains(&line));
         on.finish(&out, &["--workers", "1"]);
         on.fixture.assert_same("alone", &out);
     }
     let start = Instant::now();
-    let said = faulty(&on, "kill:1:9", "300").fails(6, &["a rank has ended: rank 1"]);
+    let said = faulty(&on, "kill:1:24", "300").fails(6, &["a rank has ended: rank 1"]);
     assert!(said.contains("last seen at step"), "{said}");
     assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
-    let said = faulty(&on, "stop:1:9", "3").fails(6, &["did not come within 3 s: rank 1"]);
+    let said = faulty(&on, "stop:1:24", "3").fails(6, &["did not come within 3 s: rank 1"]);
     assert!(said.contains("last seen at step"), "{said}");
     // The thread that computes is blocked in a call that never returns.
     let words = ["rank 1: ", "its device did not come back for another 6 s"];
-    faulty(&on, "cling:1:9", "3").fails(6, &words);
+    faulty(&on, "cling:1:24", "3").fails(6, &words);
 }

@@ -54,6 +54,31 @@ fn phases_may_be_cut_otherwise() {
     assert_shared(&scratch, alone, 4, 4);
 }
 
+/// Adds these lines to `[model]` of `run.toml`.
+fn add_to_model(scratch: &Scratch, lines: &str) {
+    let path = scratch.path("run.toml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let changed = text.replace("[model]\n", &format!("[model]\n{lines}\n"));
+    assert_ne!(changed, text);
+    std::fs::write(&path, changed).unwrap();
+}
+
+/// Windows begin in earlier chunks, and ranks receive keys that they do not see.
+#[test]
+fn windows_have_one_ledger_for_every_degree() {
+    let window = "sliding_window = 5\nlayer_types = [\"sliding_attention\", \"full_attention\"]\n\
+                  sliding_rope_theta = 300.0\n";
+    for (dtype, world, cp, layers) in [("f32", 4, 4, ""), ("bf16", 4, 2, "layers = [\"gqa\"]")] {
+        let scratch = cut(dtype);
+        scratch.five_steps();
+        scratch.train("full");
+        add_to_model(&scratch, &format!("{window}{layers}"));
+        let alone = scratch.train("alone");
+        assert_shared(&scratch, alone, world, cp);
+        assert_ne!(scratch.ledger("full").lines().nth(1), scratch.ledger("alone").lines().nth(1));
+    }
+}
+
 /// States of linear attention, and keys and values of grouped-query attention, are passed from chunk to chunk: one
 /// ledger for every degree, with or without recomputation.
 #[test]
@@ -61,11 +86,7 @@ fn other_attentions_have_one_ledger_for_every_degree() {
     let kinds = ["[\"linear\", \"cca\"]", "[\"gqa\", \"linear\"]\nqk_norm = true"];
     for ((dtype, world, cp), kinds) in [("f32", 4, 4), ("bf16", 4, 2)].into_iter().zip(kinds) {
         let scratch = cut(dtype);
-        let path = scratch.path("run.toml");
-        let text = std::fs::read_to_string(&path).unwrap();
-        let hybrid = text.replace("[model]\n", &format!("[model]\nlayers = {kinds}\n"));
-        assert_ne!(hybrid, text);
-        std::fs::write(&path, hybrid).unwrap();
+        add_to_model(&scratch, &format!("layers = {kinds}"));
         scratch.five_steps();
         let alone = scratch.train("alone");
         assert_shared(&scratch, alone, world, cp);
