@@ -344,13 +344,15 @@ fn lanes_of(key: usize, base: usize, window: usize) -> [i32; 2] {
     [key, key + window].map(|lane| lane.saturating_sub(base).min(WIDE) as i32)
 }
 
-/// Replaces the numbers of lanes that do not see key `key` by `with`. Most keys are seen by all.
+/// The keys of a block that all lanes see: most of them.
+fn open_keys(base: usize, window: usize) -> Range<usize> {
+    (base + WIDE).saturating_sub(window)..base + 1
+}
+
+/// Replaces the numbers of lanes that do not see key `key` by `with`.
 #[inline(always)]
 fn hide(row: &mut Lanes, key: usize, [base, window]: [usize; 2], with: f32) {
     let [first, end] = lanes_of(key, base, window);
-    if first == 0 && end == WIDE as i32 {
-        return;
-    }
     for (lane, number) in (0..).zip(row) {
         *number = if lane >= first && lane < end { *number } else { with };
     }
@@ -360,17 +362,26 @@ simd! {
     /// Replaces scores `[keys][WIDE]` by e^(scale (score - largest)), 0 where a lane's query does not see the key: lane
     /// q sees keys up to `base + q`, the last of them in its window. Returns the largest score and one over the sum.
     fn soften(scores: &mut [f32], block: &Block, scale: f32, most: &mut Lanes, part: &mut Lanes) {
-        let seen = [block.base, block.window];
+        let (seen, open) = ([block.base, block.window], open_keys(block.base, block.window));
         let (rows, _) = scores.as_chunks_mut::<WIDE>();
         let mut top = [f32::NEG_INFINITY; WIDE];
         for (key, row) in rows.iter_mut().enumerate() {
-            hide(row, key, seen, f32::NEG_INFINITY);
+            if !open.contains(&key) {
+                hide(row, key, seen, f32::NEG_INFINITY);
+            }
             for lane in 0..WIDE {
                 top[lane] = if row[lane] > top[lane] { row[lane] } else { top[lane] };
             }
         }
         let mut sum = [0f32; WIDE];
         for (key, row) in rows.iter_mut().enumerate() {
+            if open.contains(&key) {
+                for lane in 0..WIDE {
+                    row[lane] = exp(scale * (row[lane] - top[lane]));
+                    sum[lane] += row[lane];
+                }
+                continue;
+            }
             for lane in 0..WIDE {
                 row[lane] = exp(scale * (row[lane] - top[lane]));
             }
@@ -399,6 +410,7 @@ simd! {
     /// Replaces scores by the softmax, and the gradient of the softmax by the gradient of the scores.
     fn to_slopes(scores: &mut [f32], slopes: &mut [f32], known: &SavedSoftmax) {
         let SavedSoftmax { base, window, scale, most, part, along } = known;
+        let open = open_keys(*base, *window);
         let ((scores, _), (slopes, _)) = (scores.as_chunks_mut::<WIDE>(), slopes.as_chunks_mut::<WIDE>());
         for (key, (score, slope)) in scores.iter_mut().zip(slopes).enumerate() {
             for lane in 0..WIDE {
@@ -406,8 +418,10 @@ simd! {
                 let change = value * (slope[lane] - along[lane]) * scale;
                 (score[lane], slope[lane]) = (value, change);
             }
-            hide(score, key, [*base, *window], 0.0);
-            hide(slope, key, [*base, *window], 0.0);
+            if !open.contains(&key) {
+                hide(score, key, [*base, *window], 0.0);
+                hide(slope, key, [*base, *window], 0.0);
+            }
         }
     }
 }
@@ -433,6 +447,8 @@ mod tests {
                     let lane = (query - block.queries.start) as i32;
                     let seen = key <= before + query && key + window > before + query;
                     prop_assert_eq!(first <= lane && lane < end, seen);
+                    let open = open_keys(block.base, window).contains(&(key - block.keys.start));
+                    prop_assert_eq!(open, first == 0 && end == WIDE as i32);
                 }
             }
             prop_assert_eq!(queries, len);
