@@ -76,6 +76,17 @@ fn attention_by_the_library_is_one_run_too() {
         let table = &line("plain", 0)["kernel_table"];
         assert_eq!(table["environment"]["ZTRAIN_ATTENTION"], "library");
         assert_eq!(table["gpu"]["products of bf16 in f32"], "libtorch");
+        if window.is_some() {
+            // A window that no kernel heeded would leave the bits of a model without one.
+            let full = Fixture { every: "1", ..Fixture::new(&change[..2]) };
+            let full = OnDevice::by_ours(full).choosing(&[("ZTRAIN_ATTENTION", "library")]);
+            full.finish("plain", &["--workers", "1", "--stop-after", "1"]);
+            let full = full.ledger("plain").lines().nth(1).map(serde_json::from_str::<Value>);
+            let full = full.unwrap().unwrap();
+            for sum in ["loss", "state_digest"] {
+                assert_ne!(full[sum], line("plain", 1)[sum], "{sum}");
+            }
+        }
         let loss = |out: &str| line(out, 1)["loss"].as_f64().unwrap();
         let far = (loss("plain") / loss("ours") - 1.0).abs();
         assert!(far < 1e-3, "{far}: {cut:?}");
