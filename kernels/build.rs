@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 9] = [
     "shim/attention.cpp",
     "shim/device.cpp",
     "shim/group.cpp",
     "shim/memory.cpp",
     "shim/product.cpp",
     "shim/profiler.cpp",
+    "shim/shapes.cpp",
     "shim/signals.cpp",
     "shim/switches.cpp",
 ];

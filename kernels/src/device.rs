@@ -208,7 +208,9 @@ fn settle(variable: &str, ask: impl Fn() -> Result<usize>) -> Result<()> {
 
 /// Copies words to the memory of `device`, ordered before what the calling thread queues there; the host does not wait.
 pub(crate) fn upload(device: Device, words: &[i64]) -> Result<Tensor> {
-    let Device::Cuda(index) = device else { return Ok(Tensor::f_from_slice(words)?) };
+    let Device::Cuda(index) = device else {
+        return Ok(Tensor::f_from_slice(words)?.f_to_device(device)?);
+    };
     enter(device)?;
     let (mut tensor, count) = (ptr::null_mut(), words.len() as i64);
     // SAFETY: the call reads `count` words before it returns; the out-pointer outlives it and is filled exactly if it

@@ -13,6 +13,7 @@
 //! record    numbers that stay on their device until the host reads them, all at once
 //! tree      the one order in which leaves are added
 //! addend    an operand of the tree for a parameter: an unconverted gradient, or a sum
+//! shapes    computes with shapes alone, to count operations and bytes
 //! ops       the table of operations: kernels for the CPU, and the reference in libtorch
 //! checksum  order-free sums over bits, for any layout; sums  their arithmetic
 //! share     tensors read by several threads at once
@@ -39,6 +40,7 @@ pub mod product;
 pub mod profile;
 pub mod record;
 pub mod runtime;
+pub mod shapes;
 pub mod share;
 mod shim;
 pub mod signals;

@@ -1,237 +1,361 @@
-//! What a micro-batch costs, from the configuration alone: operations, and bytes that it holds.
+//! What a micro-batch costs, from the configuration alone: operations, bytes that it holds, and bytes that ranks which
+//! share it send each other.
 //!
-//! The model has no such numbers: its formulas are all here and in `matmuls`. Tests hold them against what runs:
-//! operations against recorded matmuls (`counted`), bytes against libtorch's allocator (`tests/memory.rs`). What ranks
-//! send each other is in `tools::plan`.
+//! No formula of the model stands here: the model's own passes run over tensors without numbers ([`kernels::shapes`]),
+//! and what they compute, hold and send is counted. Every sequence is one document, and experts have equally many
+//! tokens. Kernels' own scratch memory is not counted, except for copies in f32.
 
-#[cfg(test)]
-mod counted;
-pub mod matmuls;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use contract::Result;
 use curriculum::Dtype;
+use kernels::addend::Addend;
+use kernels::ops::{DEVICE, SHAPES};
+use kernels::shapes::{self, Work};
+use serde::Serialize;
+use tch::{Device, Kind, Tensor};
 
-use self::matmuls::{MatmulCount, MicroBatchShape};
+use crate::ledger;
 use crate::model::{
-    ActivationCheckpointing, Attention, Cut, FeedForward, LogitsDtype, MicroBatchOptions,
-    RouterKind, ZayaConfig,
+    self, ActivationCheckpointing, AxisComm, ChunkSum, Cut, GradientSink, GradientTerm,
+    MicroBatchContext, MicroBatchOptions, ParamId, ParamSpec, PendingReceive, ShardedWeights,
+    WeightShards, ZayaConfig,
 };
+use crate::refusal::refused;
+use crate::timing::{self, StepPart};
+
+/// How a micro-batch is computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MicroBatchShape {
+    /// Sequences, each one document.
+    pub rows: u64,
+    /// Tokens of a sequence.
+    pub seq_len: u64,
+    /// What is kept for the backward pass.
+    pub keep: ActivationCheckpointing,
+    /// Into how many parts it is cut, on all ranks that share it.
+    pub cut: Cut,
+    /// In which dtype it is computed.
+    pub dtype: Dtype,
+    /// Whether a device computes it.
+    pub on_device: bool,
+    /// A rank among those that share it.
+    pub shared: Place,
+    /// The same rank among those that hold each other's weight shards.
+    pub folded: Place,
+}
+
+/// A rank's index among ranks that share something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The number of ranks.
+    pub degree: u64,
+    /// Its index.
+    pub place: u64,
+}
+
+impl Place {
+    /// A rank that shares nothing.
+    pub const ALONE: Place = Place { degree: 1, place: 0 };
+}
+
+impl MicroBatchShape {
+    /// A whole micro-batch on one rank's CPU, in bf16.
+    pub fn whole(rows: u64, seq_len: u64) -> MicroBatchShape {
+        MicroBatchShape {
+            rows,
+            seq_len,
+            keep: ActivationCheckpointing::Everything,
+            cut: Cut::WHOLE,
+            dtype: Dtype::Bf16,
+            on_device: false,
+            shared: Place::ALONE,
+            folded: Place::ALONE,
+        }
+    }
+}
+
+/// A matmul of `[rows, inner]` and `[inner, columns]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct MatmulShape {
+    /// Rows of the left operand and of the result.
+    pub rows: i64,
+    /// Columns of the left operand, rows of the right one.
+    pub inner: i64,
+    /// Columns of the right operand and of the result.
+    pub columns: i64,
+}
+
+impl MatmulShape {
+    /// Multiplications and additions.
+    pub fn operations(self) -> f64 {
+        2.0 * self.rows as f64 * self.inner as f64 * self.columns as f64
+    }
+}
+
+/// Matmuls of one shape.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MatmulCount {
+    /// The part of a step that they belong to.
+    pub part: StepPart,
+    /// The shape of their operands.
+    pub shape: MatmulShape,
+    /// How many a micro-batch computes.
+    pub count: u64,
+    /// Whether their operands are f32.
+    pub wide: bool,
+    /// Whether their rows are those of an expert.
+    pub routed: bool,
+}
+
+impl MatmulCount {
+    /// Operations of all of them.
+    pub fn operations(&self) -> f64 {
+        self.count as f64 * self.shape.operations()
+    }
+}
+
+/// The costs of a micro-batch on one rank.
+#[derive(Clone, Debug, Default)]
+pub struct MicroBatchCosts {
+    /// All matmuls of both passes, except those inside attention.
+    pub matmuls: Vec<MatmulCount>,
+    /// Operations of softmax attention in all layers, forward; backward has twice as many.
+    pub attention: f64,
+    /// The same of linear attention's recurrence, however it is computed.
+    pub recurrence: f64,
+    /// Bytes that its passes hold at most, and from the backward pass of the first layer on, with the gradients that
+    /// they are computing.
+    pub activations: [u64; 2],
+    /// Bytes of operands that it sends to the ranks that share the micro-batch.
+    pub operands: u64,
+    /// Bytes of weight shards that it sends.
+    pub shards: u64,
+}
+
+/// Costs that were counted, with what they are the costs of.
+type Kept = (ZayaConfig, MicroBatchShape, Arc<MicroBatchCosts>);
+
+/// How many are kept: a plan asks for those of each phase many times.
+const KEPT: usize = 64;
+
+/// Counts the costs of a micro-batch.
+///
+/// # Errors
+/// If the shape does not fit the model, for instance a sequence that is not cut into equal chunks.
+pub fn of_micro_batch(config: &ZayaConfig, by: MicroBatchShape) -> Result<Arc<MicroBatchCosts>> {
+    static FOUND: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+    let kept = || FOUND.lock().unwrap_or_else(PoisonError::into_inner);
+    let same = |(of, shape, _): &&Kept| *shape == by && of == config;
+    if let Some((.., costs)) = kept().iter().find(same) {
+        return Ok(Arc::clone(costs));
+    }
+    let costs = Arc::new(count(config, by)?);
+    let mut kept = kept();
+    if kept.len() == KEPT {
+        kept.remove(0);
+    }
+    kept.push((config.clone(), by, Arc::clone(&costs)));
+    Ok(costs)
+}
+
+fn count(config: &ZayaConfig, by: MicroBatchShape) -> Result<MicroBatchCosts> {
+    let _guard = tch::no_grad_guard();
+    let device = shapes::device().map_err(refused)?;
+    let specs = model::parameters(config);
+    let Place { degree, place } = by.folded;
+    let fold = WeightShards::new(degree as u32, place as u32, &specs, by.cut.shards);
+    let weight = |(at, spec): (usize, &ParamSpec)| {
+        fold.room(spec, at, spec.kind(by.dtype), device).map_err(refused)
+    };
+    let weights = specs.iter().enumerate().map(weight).collect::<Result<Vec<_>>>()?;
+    let balance = model::balance_sizes(config);
+    let balance = balance.iter().map(|size| empty(*size as i64, Kind::Float, device));
+    let balance = balance.collect::<kernels::Result<Vec<_>>>().map_err(refused)?;
+    let [line, shards] = [by.shared, by.folded].map(CountedLine::new);
+    let ops = if by.on_device { DEVICE } else { SHAPES };
+    let how = MicroBatchContext {
+        options: MicroBatchOptions { ops, keep: by.keep, cut: by.cut },
+        line: (by.shared.degree > 1).then_some(&line as &dyn AxisComm),
+        folded: (degree > 1).then_some(ShardedWeights { fold: &fold, line: &shards }),
+    };
+    let mut sink = Watermarks::new(&specs);
+    let (note, noted) = mpsc::channel();
+    let see = move |work| {
+        // The other end is alive until all is noted.
+        let _ = note.send((timing::current(), work));
+    };
+    let passes =
+        || model::over_shapes(config, &weights, &balance, [by.rows, by.seq_len], how, &mut sink);
+    shapes::watched(see, passes)?;
+    let activations = sink.activations();
+    let (operands, shards) = (line.sent.into_inner(), shards.sent.into_inner());
+    let mut costs = MicroBatchCosts { activations, operands, shards, ..MicroBatchCosts::default() };
+    for (part, work) in noted {
+        match work {
+            Work::Attention(operations) => costs.attention += operations,
+            Work::Recurrence(operations) => costs.recurrence += operations,
+            Work::Matmul { count, shape: [rows, inner, columns], wide, routed } => {
+                let (shape, count) = (MatmulShape { rows, inner, columns }, count as u64);
+                costs.matmuls.push(MatmulCount { part, shape, count, wide, routed });
+            }
+        }
+    }
+    costs.matmuls = merged(costs.matmuls);
+    Ok(costs)
+}
+
+fn empty(size: i64, kind: Kind, device: Device) -> kernels::Result<Tensor> {
+    Ok(Tensor::f_empty([size], (kind, device))?)
+}
+
+/// Merges equal matmuls into one entry.
+fn merged(mut all: Vec<MatmulCount>) -> Vec<MatmulCount> {
+    let key = |it: &MatmulCount| (it.part as usize, it.shape, it.wide, it.routed);
+    all.sort_by_key(key);
+    all.dedup_by(|next, kept| {
+        let same = key(next) == key(kept);
+        kept.count += if same { next.count } else { 0 };
+        same
+    });
+    all
+}
+
+/// The most bytes that are live before each gradient; the gradients themselves are dropped.
+struct Watermarks {
+    /// Live bytes before the passes.
+    before: u64,
+    /// Parameters of layer 1 other than its first norm, whose gradient comes with those of layer 0.
+    second: std::ops::Range<usize>,
+    /// The most up to the last gradient of these, and since then.
+    most: [u64; 2],
+}
+
+impl Watermarks {
+    fn new(specs: &[ParamSpec]) -> Watermarks {
+        let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
+        let second = ledger::layers(&names).into_iter().find(|layer| layer.name == "layer 1");
+        let second = second.map_or(0..0, |layer| layer.parameters);
+        shapes::anew();
+        Watermarks { before: shapes::live(), second: second.start + 1..second.end, most: [0; 2] }
+    }
+
+    fn see(&mut self, id: ParamId) {
+        let [first, last] = &mut self.most;
+        *last = shapes::peak().max(*last);
+        shapes::anew();
+        if self.second.contains(&id.index()) {
+            *first = (*first).max(std::mem::take(last));
+        }
+    }
+
+    fn activations(&self) -> [u64; 2] {
+        let [first, last] = [self.most[0], self.most[1].max(shapes::peak())];
+        [first.max(last), last].map(|most| most.saturating_sub(self.before))
+    }
+}
+
+impl GradientSink for Watermarks {
+    fn gradient(&mut self, id: ParamId, _: Addend) -> Result<()> {
+        self.see(id);
+        Ok(())
+    }
+
+    fn part(&mut self, id: ParamId, _: GradientTerm, _: Vec<ChunkSum>) -> Result<()> {
+        self.see(id);
+        Ok(())
+    }
+}
+
+/// Ranks that receive nothing: what would be sent to them is counted.
+struct CountedLine {
+    at: Place,
+    sent: AtomicU64,
+}
+
+impl CountedLine {
+    fn new(at: Place) -> CountedLine {
+        CountedLine { at, sent: AtomicU64::new(0) }
+    }
+}
+
+impl AxisComm for CountedLine {
+    fn place(&self) -> u64 {
+        self.at.place
+    }
+
+    fn degree(&self) -> u64 {
+        self.at.degree
+    }
+
+    fn begin(
+        &self,
+        _: &'static str,
+        give: &[Tensor],
+        take: &[i64],
+        kind: Kind,
+    ) -> kernels::Result<Box<dyn PendingReceive + '_>> {
+        let others = (0..).zip(give).filter(|(rank, _)| *rank != self.at.place);
+        let sent: usize = others.map(|(_, tensor)| tensor.numel()).sum();
+        self.sent.fetch_add((sent * kind.elt_size_in_bytes()) as u64, Ordering::Relaxed);
+        let device = shapes::device()?;
+        let received = (0..).zip(take).map(|(rank, count)| {
+            empty(if rank == self.at.place { 0 } else { *count }, kind, device)
+        });
+        Ok(Box::new(Received(received.collect::<kernels::Result<_>>()?)))
+    }
+}
+
+struct Received(Vec<Tensor>);
+
+impl PendingReceive for Received {
+    fn wait(self: Box<Self>) -> kernels::Result<Vec<Tensor>> {
+        Ok(self.0)
+    }
+}
 
 /// Model FLOPs of forward and backward over `tokens`, which layer by layer are sent to experts `routed` times, with
 /// `pairs` of a query and a key that see each other in all layers: projections, the grouped convolution, attention to
 /// what each document's mask and window leave, the router, the experts, and the head. Norms, activations, the optimizer
 /// and recomputation are not counted.
-pub fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
-    let by = MicroBatchShape { tokens: tokens as i64, chunks: 1, routed: &[], recompute: false };
-    let all = matmuls::of_micro_batch(config, by);
-    let with_experts =
-        config.kinds().zip(routed).filter(|((_, kind), _)| *kind == FeedForward::Moe);
-    let routed: u64 = with_experts.map(|(_, routed)| routed).sum();
-    let expert = 3 * config.hidden_size * config.moe_intermediate_size;
-    all.iter().map(MatmulCount::operations).sum::<f64>()
-        + 6.0 * routed as f64 * expert as f64
-        + 3.0 * matmuls::of_attention(config, tokens, pairs)
+pub fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> Result<f64> {
+    let each = config.num_experts as u64;
+    let costs = of_micro_batch(config, MicroBatchShape::whole(1, each))?;
+    let sum = |routed: bool| -> f64 {
+        let some = costs.matmuls.iter().filter(|one| one.routed == routed);
+        some.map(MatmulCount::operations).sum()
+    };
+    let of = |kinds: &(model::Attention, model::FeedForward)| kinds.1 == model::FeedForward::Moe;
+    let with_experts = config.kinds().zip(routed).filter(|(kinds, _)| of(kinds));
+    let (layers, rows) =
+        with_experts.fold((0, 0), |(layers, all), (_, rows)| (layers + 1, all + rows));
+    let counted = layers * each * config.num_experts_per_tok as u64;
+    let expert = if counted > 0 { sum(true) / counted as f64 } else { 0.0 };
+    let seen = model::attended_pairs(config, &[0], each as u32);
+    let pair = if seen > 0 { costs.attention / seen as f64 } else { 0.0 };
+    let token = (sum(false) + 3.0 * costs.recurrence) / each as f64;
+    Ok(tokens as f64 * token + rows as f64 * expert + 3.0 * pairs as f64 * pair)
 }
 
 /// Model FLOPs of a step, forward and backward, from tokens by layer and router class (the skip last) and `pairs`.
-pub(crate) fn step_flops(config: &ZayaConfig, tokens: u64, router: &[Vec<u64>], pairs: u64) -> f64 {
+pub(crate) fn step_flops(
+    config: &ZayaConfig,
+    tokens: u64,
+    router: &[Vec<u64>],
+    pairs: u64,
+) -> Result<f64> {
     // A layer without a router has no counts.
     let experts = |counts: &Vec<u64>| counts.iter().rev().skip(1).sum::<u64>();
     flops(config, tokens, &router.iter().map(experts).collect::<Vec<_>>(), pairs)
 }
 
-/// Bytes of a number that a model in `dtype` multiplies.
-fn narrow(dtype: Dtype) -> u64 {
-    if dtype == Dtype::Bf16 { 2 } else { 4 }
-}
-
-/// Sizes of a configuration, each of one token.
-#[derive(Clone, Copy)]
-struct Sizes {
-    hidden: u64,
-    query: u64,
-    key: u64,
-    conv: u64,
-    heads: u64,
-    keys: u64,
-    inner: u64,
-}
-
-impl Sizes {
-    fn of(config: &ZayaConfig) -> Self {
-        let size = |size: i64| size as u64;
-        Sizes {
-            hidden: size(config.hidden_size),
-            query: size(config.query_size()),
-            key: size(config.key_size()),
-            conv: size(config.conv_size()),
-            heads: size(config.num_attention_heads),
-            keys: size(config.num_key_value_heads),
-            inner: size(config.moe_intermediate_size),
-        }
-    }
-}
-
-/// Bytes that an attention saves for a token, input and output included.
-fn attention_bytes(config: &ZayaConfig, kind: Attention, narrow: u64, cut: Cut) -> u64 {
-    let Sizes { hidden, query, key, conv, heads, keys, .. } = Sizes::of(config);
-    // The keys of all chunks in one tensor, which later chunks read.
-    let gathered = if cut.chunks > 1 { key } else { 0 };
-    match kind {
-        // Projected, depthwise convolution, normed; values before and after their shift; the heads. Before the norm,
-        // its factors, and two numbers of each query's softmax.
-        Attention::Cca => {
-            narrow * (2 * hidden + 4 * conv + 2 * key + query + gathered)
-                + 4 * (conv + heads + keys + 2 * heads)
-        }
-        // Queries and keys, values, the heads. With norms: projections before them, whose tensor also has the values,
-        // and their factors. Two numbers of each query's softmax.
-        Attention::Gqa => {
-            let (before, factors) =
-                if config.qk_norm { (query + 2 * key, heads + keys) } else { (0, 0) };
-            narrow * (2 * hidden + (query + key) + key + query + gathered + before)
-                + 4 * (factors + 2 * heads)
-        }
-        // The projections; the heads' output, and its denominators.
-        Attention::Linear => narrow * (2 * hidden + 2 * query + 2 * key) + 4 * (query + heads),
-    }
-}
-
-/// Bytes that a feed-forward saves for a token, input and output included.
-fn feed_forward_bytes(config: &ZayaConfig, kind: FeedForward, narrow: u64) -> u64 {
-    let Sizes { hidden, inner, .. } = Sizes::of(config);
-    // Gate, up, and their product.
-    let gated = |inner: u64| narrow * (2 * hidden + 3 * inner);
-    if kind == FeedForward::Mlp {
-        return gated(inner);
-    }
-    // For each of a token's experts: its input and output in the order of experts; gate, up, and their product; the
-    // class and its weight, and the permutation of tokens and its inverse.
-    let routed = gated(inner) + 8 + 4 + 2 * 8;
-    let shared = config.num_shared_experts as u64 * inner;
-    let shared = if shared > 0 { gated(shared) } else { 0 };
-    let classes = config.num_experts_per_tok as u64;
-    // The backward pass holds the gradients of the experts' inputs and outputs together; of one expert for each token
-    // they are within the part of all saved tensors that is counted for gradients.
-    let repeated = (classes - 1) * 2 * narrow * hidden;
-    let probabilities = config.router_classes() as u64;
-    let router = match config.router {
-        // State, its norm with a factor, both hidden layers before and after their activation, all probabilities.
-        RouterKind::Mlp => 6 * config.router_hidden_size as u64 + 1 + probabilities,
-        RouterKind::Linear => probabilities,
-    };
-    narrow * 2 * hidden + 4 * router + classes * routed + repeated + shared
-}
-
-/// Bytes of a layer's weights that are copied for a micro-batch where they are cut into several shards.
-fn weight_copies(
-    config: &ZayaConfig,
-    attention: Attention,
-    feed_forward: FeedForward,
-    narrow: u64,
-    cut: Cut,
-) -> u64 {
-    if cut.shards <= 1 {
-        return 0;
-    }
-    let Sizes { hidden, query, key, conv, inner, .. } = Sizes::of(config);
-    // All of them: shards are saved for the backward pass.
-    let attention = match attention {
-        Attention::Cca => {
-            conv * hidden + 2 * conv * config.head_dim as u64 + hidden * (key + query)
-        }
-        Attention::Gqa => hidden * 2 * (query + key),
-        // Read in place.
-        Attention::Linear => 0,
-    };
-    // A shard at a time.
-    let gated = |inner: u64| narrow * 3 * hidden * inner / cut.shards;
-    let feed_forward = match feed_forward {
-        FeedForward::Mlp => gated(inner),
-        FeedForward::Moe => {
-            gated(inner * config.num_experts as u64)
-                + gated(inner * config.num_shared_experts as u64)
-        }
-    };
-    narrow * attention + feed_forward
-}
-
-/// Bytes of the logits that exist at a time, their logarithms, and their gradient as an operand of matmuls. A device
-/// computes the gradient in place of the logits; in bf16 it adds the weights' gradient from a separate matrix.
-fn head_bytes(config: &ZayaConfig, tokens: u64, narrow: u64, on_device: bool) -> u64 {
-    let (vocabulary, width) = (config.vocab_size as u64, config.hidden_size as u64);
-    let logits = tokens.min(config.loss_chunk as u64) * vocabulary;
-    // Both factors, and the gradient of the inputs.
-    let (narrow, widened) = match (config.logits_dtype, narrow) {
-        (LogitsDtype::F32, 2) => (4, 4 * (vocabulary + 2 * tokens) * width),
-        _ => (narrow, 0),
-    };
-    let logits = match (on_device, narrow) {
-        (false, _) => (8 + narrow) * logits,
-        (true, 4) => narrow * logits,
-        (true, _) => narrow * (logits + vocabulary * width),
-    };
-    logits + widened
-}
-
-/// Bytes that a micro-batch of `tokens` holds between its passes: at the head, with its logits, and at most when only
-/// one layer's activations remain. Attention needs `attending` more while a layer computes it.
-pub(crate) fn activation_bytes(
-    config: &ZayaConfig,
-    tokens: u64,
-    attending: u64,
-    MicroBatchOptions { keep, cut, .. }: MicroBatchOptions,
-    dtype: Dtype,
-    on_device: bool,
-) -> [u64; 2] {
-    let (narrow, width) = (narrow(dtype), config.hidden_size as u64);
-    // The residual at each sublayer's input, f32, and the factors of its norm.
-    let stream = 4 * width + 4;
-    let [ends, beside] = [5, 3].map(|rows| rows * 4 * tokens * width);
-    let layers: Vec<[u64; 2]> = config
-        .kinds()
-        .map(|(first, second)| {
-            let attention = tokens * (attention_bytes(config, first, narrow, cut) + stream);
-            let rest = tokens * (feed_forward_bytes(config, second, narrow) + stream);
-            let copies = weight_copies(config, first, second, narrow, cut);
-            // A backward pass adds gradients of about a third of what was saved: the feed-forward's for one chunk at a
-            // time. When attention's backward pass begins, the feed-forward's saved tensors have been freed. Gradients
-            // of the residual are on both sides of a sublayer, and the embedded tokens stay.
-            let both = attention + rest;
-            let back = (both + rest / (3 * cut.chunks)).max(attention + attention / 3 + attending);
-            [both + copies, back + beside + copies]
-        })
-        .collect();
-    let head = head_bytes(config, tokens / cut.chunks, narrow, on_device);
-    let last = layers.iter().map(|[_, back]| *back).max().unwrap_or(0);
-    match keep {
-        // At the head: the embedded tokens, and the residual before and after the final norm with their gradients.
-        ActivationCheckpointing::Everything => {
-            let kept: u64 = layers.iter().map(|[kept, _]| kept).sum();
-            [kept + ends + head.max(attending), last]
-        }
-        ActivationCheckpointing::LayerInputs => {
-            let routed = config.kinds().any(|(_, kind)| kind == FeedForward::Moe);
-            let state = match config.router {
-                RouterKind::Mlp if routed => config.router_hidden_size as u64,
-                _ => 0,
-            };
-            let inputs = tokens * 4 * (width + state);
-            let at = (1..).zip(&layers).map(|(number, [_, back])| number * inputs + back);
-            let most = layers.len() as u64 * inputs + ends + head;
-            [at.fold(most, u64::max), last]
-        }
-    }
-}
-
-/// Bytes of one layer's keys and values of all chunks of a shared micro-batch, and of their gradients in f32.
-pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
-    2 * (narrow(dtype) + 4) * config.key_size() as u64 * tokens
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{ParamSpec, parameters};
+    use crate::model::{Attention, FeedForward, parameters};
+    use crate::model::{CollectedGradients, LayerType, MicroBatchInput, RouterKind, SkipOutput};
 
     /// Six operations for each token and active weight, plus attention: the rule of thumb, for matrices only.
     #[test]
@@ -251,9 +375,9 @@ mod tests {
             .sum();
         let tokens = 1000;
         let routed = vec![tokens; config.num_hidden_layers as usize];
-        let found = flops(&config, tokens, &routed, 0);
+        let found = flops(&config, tokens, &routed, 0).unwrap();
         assert_eq!(found, 6.0 * active as f64 * tokens as f64);
-        let with = flops(&config, tokens, &routed, 10);
+        let with = flops(&config, tokens, &routed, 10).unwrap();
         // Scores and values: 2 x 2 x query width for a pair, three times.
         assert_eq!(with - found, (12 * config.query_size() as u64 * 10) as f64);
     }
@@ -268,7 +392,7 @@ mod tests {
         let specs = parameters(&plain);
         let router = specs.iter().filter(|spec| spec.name.contains("layers.0.mlp.gate."));
         let router: u64 = router.filter(|spec| spec.shape.len() > 1).map(ParamSpec::elements).sum();
-        let operations = |config: &ZayaConfig| flops(config, 1, &[1, 1], 0);
+        let operations = |config: &ZayaConfig| flops(config, 1, &[1, 1], 0).unwrap();
         assert!(router > 0);
         assert_eq!(operations(&config) - operations(&plain), 6.0 * router as f64);
     }
@@ -287,6 +411,150 @@ mod tests {
         let weights: u64 =
             specs.iter().filter(|spec| spec.shape.len() > 1).map(ParamSpec::elements).sum();
         let pairs = 12.0 * (7 * config.query_size()) as f64;
-        assert_eq!(flops(&config, 5, &[0, 0], 7), 6.0 * 5.0 * weights as f64 + pairs);
+        assert_eq!(flops(&config, 5, &[0, 0], 7).unwrap(), 6.0 * 5.0 * weights as f64 + pairs);
+    }
+
+    /// ZAYA1, and models of every kind of layer.
+    fn models() -> Vec<ZayaConfig> {
+        let nano = ZayaConfig { vocab_size: 97, ..ZayaConfig::preset("zaya1-nano").unwrap() };
+        let gqa = vec![Attention::Gqa];
+        let moe = ZayaConfig { num_experts_per_tok: 2, num_shared_experts: 1, ..nano.clone() };
+        let layer_types = vec![LayerType::Sliding, LayerType::Full];
+        vec![
+            ZayaConfig {
+                layers: gqa.clone(),
+                feed_forward: vec![FeedForward::Mlp],
+                ..nano.clone()
+            },
+            ZayaConfig { layers: vec![Attention::Linear, Attention::Cca], ..nano.clone() },
+            ZayaConfig { sliding_window: 7, layer_types, z_loss: 1e-3, ..nano.clone() },
+            ZayaConfig { layers: gqa, router: RouterKind::Linear, skip: SkipOutput::None, ..moe },
+            nano,
+        ]
+    }
+
+    /// The arithmetic of both passes on the CPU, and the rows of experts that it multiplies.
+    fn computed(config: &ZayaConfig, rows: usize, seq_len: usize) -> (Vec<(StepPart, Work)>, u64) {
+        let count = (rows * seq_len) as i32;
+        let tokens: Vec<i32> = (0..count).map(|i| i * 37 % 97).collect();
+        let positions: Vec<i32> = (0..count).map(|i| i % seq_len as i32).collect();
+        let (mask, boundaries) = (vec![1; rows * seq_len], vec![vec![0]; rows]);
+        let input = MicroBatchInput {
+            tokens: &tokens,
+            labels: &tokens,
+            positions: &positions,
+            mask: &mask,
+            boundaries: &boundaries,
+            weights: &[],
+            rows,
+            seq_len,
+        };
+        let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
+        let staged = input.stage(config, &stager).unwrap();
+        let (params, balance) = (model::init(config, 1).unwrap(), model::init_balance(config));
+        let (note, noted) = mpsc::channel();
+        let see = move |work| note.send((timing::current(), work)).unwrap();
+        let mut sink = CollectedGradients::default();
+        let how = MicroBatchOptions::default();
+        let labels = count as u64;
+        let found = shapes::watched(see, || {
+            model::micro_batch(config, &params, &balance, staged, labels, how, &mut sink)
+        });
+        // The CPU's table pads the rows of an expert to a multiple of eight.
+        let filled = |counts: Vec<u64>| -> u64 {
+            counts.iter().rev().skip(1).map(|count| count.next_multiple_of(8)).sum()
+        };
+        let rows = found.unwrap().read_counts().unwrap().into_iter().map(filled).sum();
+        (noted.into_iter().collect(), rows)
+    }
+
+    #[test]
+    fn what_is_counted_is_what_runs() {
+        let sizes = [(2usize, 48usize, 40), (1, 96, 200)];
+        for (model, (rows, seq_len, loss_chunk)) in
+            models().into_iter().flat_map(|model| sizes.map(|size| (model.clone(), size)))
+        {
+            let config = ZayaConfig { loss_chunk, ..model };
+            let (ran, expert_rows) = computed(&config, rows, seq_len);
+            let shape = MicroBatchShape::whole(rows as u64, seq_len as u64);
+            let costs = count(&config, MicroBatchShape { dtype: Dtype::F32, ..shape }).unwrap();
+            let attention = ran.iter().filter_map(|(_, work)| match work {
+                Work::Attention(operations) => Some(operations),
+                _ => None,
+            });
+            assert_eq!(costs.attention, attention.sum::<f64>(), "{config:?}");
+            let network = |part| {
+                config.router == RouterKind::Mlp
+                    && [StepPart::Router, StepPart::RouterBack].contains(&part)
+            };
+            let experts = |part| [StepPart::Experts, StepPart::ExpertsBack].contains(&part);
+            let ran = ran.into_iter().filter_map(|(part, work)| match work {
+                Work::Matmul { count, shape: [rows, inner, columns], wide, .. } => {
+                    let (shape, count) = (MatmulShape { rows, inner, columns }, count as u64);
+                    Some(MatmulCount { part, shape, count, wide, routed: false })
+                }
+                _ => None,
+            });
+            let ran = merged(ran.collect());
+            let of = |all: &[MatmulCount]| -> Vec<MatmulCount> {
+                let others = all.iter().filter(|one| !experts(one.part) && !network(one.part));
+                others.copied().collect()
+            };
+            assert_eq!(of(&ran), of(&costs.matmuls), "{config:?}");
+            let sum = |all: &[MatmulCount], which: &dyn Fn(&MatmulCount) -> bool| -> f64 {
+                let some = all.iter().filter(|one| experts(one.part) && which(one));
+                some.map(MatmulCount::operations).sum()
+            };
+            let layers = config.kinds().filter(|(_, kind)| *kind == FeedForward::Moe).count();
+            let routed = layers as i64 * (rows * seq_len) as i64 * config.num_experts_per_tok;
+            let each = sum(&costs.matmuls, &|one| one.routed) / routed.max(1) as f64;
+            let wanted = sum(&costs.matmuls, &|one| !one.routed) + each * expert_rows as f64;
+            assert_eq!(sum(&ran, &|_| true), wanted, "{config:?}");
+        }
+    }
+
+    /// A pass computes a second time what it does not keep, holds less, and each of several ranks holds and computes a
+    /// part, as a device does with fewer copies.
+    #[test]
+    fn every_way_to_compute_is_counted() {
+        for config in models() {
+            let whole = MicroBatchShape::whole(2, 96);
+            let cut = Cut { chunks: 4, shards: 2 };
+            let of = |shape| count(&config, shape).unwrap();
+            let operations = |costs: &MicroBatchCosts| -> f64 {
+                costs.matmuls.iter().map(MatmulCount::operations).sum()
+            };
+            let keep = ActivationCheckpointing::LayerInputs;
+            let (once, again) = (of(whole), of(MicroBatchShape { keep, ..whole }));
+            let head = once.matmuls.iter().filter(|one| one.part == StepPart::Head);
+            let layers = operations(&once) - head.map(MatmulCount::operations).sum::<f64>();
+            let more = operations(&again) - operations(&once);
+            assert!((3.0 * more - layers).abs() <= 1e-9 * layers, "{config:?}");
+            assert!(again.activations[0] < once.activations[0], "{config:?}");
+            let cut_once = of(MicroBatchShape { cut, ..whole });
+            assert_eq!(operations(&cut_once), operations(&once), "{config:?}");
+            for on_device in [false, true] {
+                for dtype in [Dtype::F32, Dtype::Bf16] {
+                    for degree in [1, 2, 4] {
+                        let at = |degree, place| Place { degree, place: place % degree };
+                        let ranks = (0..degree).map(|place| {
+                            let (shared, folded) = (at(degree, place), at(degree.min(2), place));
+                            let shape =
+                                MicroBatchShape { cut, dtype, on_device, shared, folded, ..whole };
+                            of(shape)
+                        });
+                        let ranks: Vec<MicroBatchCosts> = ranks.collect();
+                        for rank in &ranks {
+                            assert!(rank.activations[0] >= rank.activations[1]);
+                            assert!(rank.activations[1] > 0);
+                            assert_eq!(degree > 1, rank.operands > 0, "{config:?}");
+                        }
+                        let attention: f64 = ranks.iter().map(|rank| rank.attention).sum();
+                        let all = if on_device { 0.0 } else { once.attention };
+                        assert_eq!(attention, all, "{config:?}");
+                    }
+                }
+            }
+        }
     }
 }

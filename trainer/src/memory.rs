@@ -16,8 +16,7 @@ use kernels::ops::NewtonSchulzIterate;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::costs;
-use crate::ledger;
+use crate::costs::{self, MicroBatchShape, Place};
 use crate::mesh::axes::Axis;
 use crate::mesh::behind::OwnedBytes;
 use crate::mesh::copies::Partners;
@@ -25,7 +24,7 @@ use crate::mesh::share::MESSAGES;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, AxisGroup};
 use crate::mesh::{Degrees, GradReduce, Mesh, gather};
-use crate::model::{Cut, ParamSpec, WeightShards};
+use crate::model::{ParamSpec, WeightShards};
 use crate::optim::{OptimizerRule, together};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, ParamShard};
@@ -41,10 +40,10 @@ pub struct MemoryUse {
     pub masters: u64,
     /// Moments of this rank's pieces.
     pub moments: u64,
-    /// Activations that the running micro-batches save, and their chunk of logits.
+    /// What the passes of the running micro-batches hold: activations, logits, and the gradients that they are computing.
     pub activations: u64,
     /// Gradients of micro-batches: one for each level of a block that waits for a partner, or one for each worker where
-    /// every micro-batch is a block; and what each worker is computing.
+    /// every micro-batch is a block.
     pub gradients: u64,
     /// Blocks that are being sent, or wait for this rank itself.
     pub sent: u64,
@@ -103,10 +102,10 @@ pub struct Ranks<'a> {
     places: Vec<SharingPosition<'a>>,
     /// By position along the folded axis.
     folds: Vec<WeightShards>,
-    /// Bytes of a running micro-batch: at the head, and in the backward pass.
+    /// Bytes of a running micro-batch: at most, and from the backward pass of the first layer on.
     activations: [u64; 2],
-    /// Gradients that a worker is computing.
-    flight: GradientsInProgress,
+    /// Bytes of gradients that are sent to and received from the ranks that share a micro-batch.
+    between: u64,
     /// Bytes of a micro-batch's gradient that waits in its original dtype: on a device, if not a sum over chunks.
     leaf: Option<u64>,
     /// Largest number of sums that an owner holds between two bucketed rounds.
@@ -155,18 +154,25 @@ impl<'a> Parallelism<'a> {
         };
         let places = (0..mesh.together()).map(place).collect::<Result<Vec<_>>>()?;
         let fold = |place| WeightShards::new(mesh.tsp, place, &spec.parameters, cut.shards);
-        let ranks = u64::from(mesh.together());
-        let here = Cut { chunks: cut.chunks / ranks, ..*cut };
-        let tokens = placed.micro_batch * u64::from(placed.seq_len);
-        let shared = if ranks > 1 { costs::gathered_bytes(config, tokens, dtype) } else { 0 };
-        let (tokens, options) = (tokens / ranks, workers.options().cut(here));
-        let activations =
-            costs::activation_bytes(config, tokens, shared, options, dtype, on_device);
+        // The last rank has the fewest earlier keys to receive and its queries see the most.
+        let last = |degree: u32| Place { degree: degree.into(), place: u64::from(degree) - 1 };
+        let shape = MicroBatchShape {
+            keep: workers.keep(),
+            cut: *cut,
+            dtype,
+            on_device,
+            shared: last(mesh.together()),
+            folded: last(mesh.tsp),
+            ..MicroBatchShape::whole(placed.micro_batch, placed.seq_len.into())
+        };
+        let activations = costs::of_micro_batch(config, shape)?.activations;
         let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
-        let between = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
-        let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);
-        let (folds, flight) =
-            ((0..mesh.tsp).map(fold).collect(), GradientsInProgress::new(spec, here.chunks, ranks));
+        let rounds = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
+        let pending = rounds.map(|round| after(round).count_ones()).max().unwrap_or(0);
+        let folds = (0..mesh.tsp).map(fold).collect();
+        // What is sent to and received from the ranks that share a micro-batch: the embedding is the largest.
+        let embedding = spec.parameters.first().map_or(0, |first| 4 * first.elements());
+        let between = if mesh.together() > 1 { 2 * embedding } else { 0 };
         let leaf = (on_device && cut.chunks == 1).then(|| leaf_bytes(spec, dtype));
         let together = on_device.then(|| spec.settings_at(step).newton_schulz);
         Ok(Ranks {
@@ -177,7 +183,7 @@ impl<'a> Parallelism<'a> {
             places,
             folds,
             activations,
-            flight,
+            between,
             leaf,
             pending,
             together,
@@ -211,26 +217,21 @@ impl Ranks<'_> {
 /// pieces, or while new weights are exchanged.
 fn holds(spec: &RunSpec, dtype: Dtype, holder: &RankMemoryUse<'_>) -> MemoryUse {
     let always = always(spec, dtype, holder);
-    let Ranks { workers, activations: [most, last], flight, .. } = holder.ranks;
+    let Ranks { workers, activations: [most, last], between, .. } = holder.ranks;
     let assigned = holder.part().iter().map(|part| part.end - part.start).sum::<u64>();
     let workers = assigned.min(workers.count() as u64);
     let travelling = GradientsInTransit::new(holder);
     let first = MemoryUse {
         activations: workers * most,
-        gradients: travelling.waiting[0] + workers * flight.head,
-        ..travelling.on(always)
+        gradients: travelling.waiting[0] + workers * between,
+        ..travelling.on(always, 0)
     };
     let last = MemoryUse {
         activations: workers * last,
-        gradients: travelling.waiting[1] + workers * flight.layer,
-        sent: travelling.sent[1],
-        ..travelling.on(always)
+        gradients: travelling.waiting[1] + workers * between,
+        ..travelling.on(always, 1)
     };
-    let handing = MemoryUse {
-        gradients: travelling.waiting[2],
-        sent: travelling.sent[2],
-        ..travelling.on(always)
-    };
+    let handing = MemoryUse { gradients: travelling.waiting[2], ..travelling.on(always, 2) };
     let (updating, sharing) = (updating(always, holder), sharing(spec, dtype, always, holder));
     let moments = [first, last, handing, updating, sharing];
     moments.into_iter().max_by_key(|holds| holds.sum()).unwrap_or(always)
@@ -264,37 +265,6 @@ fn leaf_bytes(spec: &RunSpec, dtype: Dtype) -> u64 {
         parameter.elements() * if at == 0 { 4 } else { width(parameter, dtype) }
     };
     spec.parameters.iter().enumerate().map(bytes).sum()
-}
-
-/// Bytes of gradients that a worker is computing.
-struct GradientsInProgress {
-    /// At the head, where all activations are alive.
-    head: u64,
-    /// In the layers: the head's gradient waits for the embedding's.
-    layer: u64,
-}
-
-impl GradientsInProgress {
-    fn new(spec: &RunSpec, chunks: u64, ranks: u64) -> Self {
-        let layers = ledger::layers(&spec.names());
-        let bytes = |layer: &Range<usize>| -> u64 {
-            spec.parameters[layer.clone()].iter().map(|parameter| 4 * parameter.elements()).sum()
-        };
-        let embedding = spec.parameters.first().map_or(0, |first| 4 * first.elements());
-        let numbered = layers.iter().skip(1).map(|layer| bytes(&layer.parameters));
-        let layer = numbered.max().unwrap_or(0);
-        // With several chunks: the current gradient and a waiting sum at each level of their tree; the head's sum waits
-        // for the embedding's. For shared micro-batches: what is sent to and received from other ranks.
-        let shared = if ranks > 1 { 2 * embedding } else { 0 };
-        let (head, layer) = match u64::from(u64::BITS - (chunks - 1).leading_zeros()) {
-            0 => (embedding, embedding),
-            levels => {
-                let sums = embedding.max(layer) * (levels + 1);
-                (embedding * (levels + 1), embedding + sums)
-            }
-        };
-        GradientsInProgress { head: head + shared, layer: layer + shared }
-    }
 }
 
 /// While Muon updates matrices, it needs memory for their directions and iterations in addition to the sum.
@@ -485,8 +455,8 @@ struct GradientsInTransit {
     waiting: [u64; 3],
     /// Blocks that this rank sends or keeps for itself, at the same times.
     sent: [u64; 3],
-    /// Blocks received from other ranks.
-    received: u64,
+    /// Blocks received from other ranks, at the same times.
+    received: [u64; 3],
     /// Partial sums of this rank's pieces.
     sums: u64,
 }
@@ -527,7 +497,7 @@ impl GradientsInTransit {
         GradientsInTransit {
             waiting: [at_head, at_end, levels.iter().map(|level| sum(*level)).max().unwrap_or(0)],
             sent: [left, left, all * blocks],
-            received: holder.line.received(holder.rank, &holder.line.owned),
+            received: [holder.line.received(holder.rank, &holder.line.owned); 3],
             sums: 0,
         }
     }
@@ -552,19 +522,23 @@ impl GradientsInTransit {
         // A worker waiting for its turn keeps its gradients; each bucket is complete before it is sent.
         let bucket = whole.iter().max().copied().unwrap_or(0);
         let waiting = idle * ranks.leaf.unwrap_or_else(|| whole.iter().sum());
-        let sent = together(&whole, gather::BEHIND);
+        let late = (1 + usize::from(several)) * gather::BEHIND;
+        let (sent, received) = (together(&whole, gather::BEHIND), together(&came, late + 1));
+        // At the head: the last ones of a round, and the first one of the next round, which is received ahead.
+        let left = whole.iter().rev().take(gather::BEHIND).sum();
+        let at_head = came.iter().rev().take(late).chain(came.first()).sum();
         GradientsInTransit {
             waiting: [waiting, waiting + bucket, bucket],
-            sent: [if parts.len() > 1 { sent } else { 0 }, sent, sent],
-            received: together(&came, (1 + usize::from(several)) * gather::BEHIND + 1),
+            sent: [if parts.len() > 1 { left } else { 0 }, sent, sent],
+            received: [at_head, received, received],
             sums: 4 * holder.length() * u64::from(ranks.pending.max(1)),
         }
     }
 
-    /// Adds these to what is always held.
-    fn on(&self, always: MemoryUse) -> MemoryUse {
+    /// Adds these to what is always held, at one of the times.
+    fn on(&self, always: MemoryUse, time: usize) -> MemoryUse {
         let GradientsInTransit { sent, received, sums, .. } = *self;
-        MemoryUse { sent: sent[0], received, sums, ..always }
+        MemoryUse { sent: sent[time], received: received[time], sums, ..always }
     }
 }
 

@@ -86,11 +86,17 @@ static SPENT: [AtomicU64; PARTS.len()] = [const { AtomicU64::new(0) }; PARTS.len
 thread_local! {
     /// Nanoseconds of finished parts inside the one that is running on this thread.
     static INSIDE: Cell<u64> = const { Cell::new(0) };
+    /// The innermost part that is running on this thread.
+    static CURRENT: Cell<StepPart> = const { Cell::new(StepPart::Stream) };
 }
 
 /// Measures a part until it is dropped.
 #[must_use]
-pub struct PartTimer(Option<Running>);
+pub struct PartTimer {
+    /// The part outside.
+    outer: StepPart,
+    running: Option<Running>,
+}
 
 struct Running {
     part: StepPart,
@@ -101,12 +107,19 @@ struct Running {
 /// Starts to measure a part on this thread.
 pub fn part(part: StepPart) -> PartTimer {
     let on = ON.load(Ordering::Relaxed);
-    PartTimer(on.then(|| Running { part, begin: Instant::now(), before: INSIDE.replace(0) }))
+    let running = on.then(|| Running { part, begin: Instant::now(), before: INSIDE.replace(0) });
+    PartTimer { outer: CURRENT.replace(part), running }
+}
+
+/// The part that this thread computes.
+pub(crate) fn current() -> StepPart {
+    CURRENT.get()
 }
 
 impl Drop for PartTimer {
     fn drop(&mut self) {
-        let Some(Running { part, begin, before }) = self.0.take() else { return };
+        CURRENT.set(self.outer);
+        let Some(Running { part, begin, before }) = self.running.take() else { return };
         let all = begin.elapsed().as_nanos() as u64;
         let own = all.saturating_sub(INSIDE.replace(before + all));
         SPENT[part as usize].fetch_add(own, Ordering::Relaxed);

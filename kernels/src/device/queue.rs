@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use super::library::Module;
 use super::own::{SOURCES, on_gpu};
 use crate::shim::symbol;
-use crate::{Error, Result};
+use crate::{Error, Result, shapes};
 
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug)]
@@ -98,7 +98,8 @@ union Slot {
 /// The kernels of a device, and the stream on which the calling thread computes there.
 #[derive(Clone, Debug)]
 pub(crate) struct Queue {
-    module: Arc<Module>,
+    /// `None` where tensors have no numbers: launches are checked, and do nothing.
+    module: Option<Arc<Module>>,
     device: Device,
     stream: *mut c_void,
 }
@@ -107,26 +108,29 @@ impl Queue {
     /// For a stream of the stand-in driver.
     #[cfg(test)]
     pub(super) fn new(module: Arc<Module>, device: Device, stream: *mut c_void) -> Queue {
-        Queue { module, device, stream }
+        Queue { module: Some(module), device, stream }
     }
 
     /// The queue of a GPU, or why the kernels are unavailable.
     pub(crate) fn of(device: Device) -> Result<Queue> {
+        if device == shapes::DEVICE {
+            return Ok(Queue { module: None, device, stream: std::ptr::null_mut() });
+        }
         let refuse = |reason| Error::NoDevice { device: format!("{device:?}"), reason };
         let Device::Cuda(index) = device else { return Err(refuse("it is no GPU".to_owned())) };
         super::enter(device)?;
         let module = on_gpu(index).map_err(refuse)?;
-        Ok(Queue { module, device, stream: current_stream(index)? })
+        Ok(Queue { module: Some(module), device, stream: current_stream(index)? })
     }
 
     /// Name and release of the compiler that made the kernels.
     pub(crate) fn compiler(&self) -> &str {
-        &self.module.compiler
+        self.module.as_ref().map_or("", |module| &module.compiler)
     }
 
     /// Architecture of the device, as its runtime library reports it; empty if it does not.
     pub(crate) fn architecture(&self) -> &str {
-        &self.module.architecture
+        self.module.as_ref().map_or("", |module| &module.architecture)
     }
 
     /// The device.
@@ -171,21 +175,23 @@ impl Queue {
             });
         }
         let blocks = u32::try_from(blocks).map_err(|_| refuse(format!("{blocks} blocks")))?;
+        let Some(module) = &self.module else { return Ok(()) };
         let mut places: Vec<*mut c_void> =
             slots.iter_mut().map(|slot| (&raw mut *slot).cast()).collect();
         // SAFETY: types and number of the arguments match the source, which was compiled into this module. Memory is on
         // the device and of this stream: libtorch reuses it only for work that is queued later. The kernel stays within
         // it if the sizes are right, which the caller ensures.
-        unsafe { self.module.launch(kernel, [blocks, 256], &mut places, self.stream) }
+        unsafe { module.launch(kernel, [blocks, 256], &mut places, self.stream) }
     }
 
     /// The same with unchecked words: addresses of device memory, counts, bits of numbers.
     #[cfg(test)]
     pub(super) fn launch_words(&self, kernel: &CStr, blocks: u32, words: &mut [u64]) -> Result<()> {
+        let Some(module) = &self.module else { return Ok(()) };
         let mut places: Vec<*mut c_void> =
             words.iter_mut().map(|word| (&raw mut *word).cast()).collect();
         // SAFETY: the words are those of a tape that the emulator has played under a sanitizer.
-        unsafe { self.module.launch(kernel, [blocks, 256], &mut places, self.stream) }
+        unsafe { module.launch(kernel, [blocks, 256], &mut places, self.stream) }
     }
 
     /// Copies words to the device through pinned memory; the host does not wait.

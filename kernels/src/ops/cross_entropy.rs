@@ -225,7 +225,7 @@ impl Logits {
 
 /// Which labels are in a shard, and their index there; index 0 for the others.
 fn within(labels: &Tensor, range: &Range<i64>) -> Result<(Tensor, Tensor)> {
-    let here = labels.f_ge(range.start)?.f_logical_and(&labels.f_lt(range.end)?)?;
-    let place = labels.f_sub_scalar(range.start)?.f_masked_fill(&here.f_logical_not()?, 0)?;
+    let here = labels.f_ge(range.start)?.f_bitwise_and_tensor(&labels.f_lt(range.end)?)?;
+    let place = labels.f_sub_scalar(range.start)?.f_masked_fill(&here.f_bitwise_not()?, 0)?;
     Ok((here, place))
 }

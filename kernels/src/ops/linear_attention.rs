@@ -21,6 +21,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{AttentionSpan, OpsTable};
+use crate::shapes::{Work, as_one};
 use crate::{Result, device};
 
 /// Tokens per block, within which pairs are computed; affects bits.
@@ -82,11 +83,13 @@ impl Recurrence {
         span: AttentionSpan,
         before: &RecurrentState,
     ) -> Result<RecurrentState> {
-        let mut state = copy(before);
-        for (first, len) in blocks(span) {
-            state = Some(self.after_block(&of.block(first, len)?, &state)?);
-        }
-        Ok(state)
+        as_one(None, || {
+            let mut state = copy(before);
+            for (first, len) in blocks(span) {
+                state = Some(self.after_block(&of.block(first, len)?, &state)?);
+            }
+            Ok(state)
+        })
     }
 
     fn after_block(&self, block: &Features, before: &RecurrentState) -> Result<Tensor> {
@@ -98,6 +101,15 @@ impl Recurrence {
 
     /// What the queries of `span` read, by block: `[K, J, n, e]` each.
     pub fn read(
+        &self,
+        of: &Features,
+        span: AttentionSpan,
+        before: &RecurrentState,
+    ) -> Result<Vec<Tensor>> {
+        as_one(Some(of.operations(span)), || self.read_blocks(of, span, before))
+    }
+
+    fn read_blocks(
         &self,
         of: &Features,
         span: AttentionSpan,
@@ -126,12 +138,14 @@ impl Recurrence {
         span: AttentionSpan,
         after: &RecurrentState,
     ) -> Result<RecurrentState> {
-        let mut state = copy(after);
-        for (first, len) in blocks(span).rev() {
-            let grad = grad.f_narrow(2, first, len)?;
-            state = Some(self.before_block(&of.block(first, len)?, &grad, &state)?);
-        }
-        Ok(state)
+        as_one(None, || {
+            let mut state = copy(after);
+            for (first, len) in blocks(span).rev() {
+                let grad = grad.f_narrow(2, first, len)?;
+                state = Some(self.before_block(&of.block(first, len)?, &grad, &state)?);
+            }
+            Ok(state)
+        })
     }
 
     fn before_block(
@@ -154,6 +168,16 @@ impl Recurrence {
         span: AttentionSpan,
         before: &RecurrentState,
         after: &RecurrentState,
+    ) -> Result<Vec<Features>> {
+        as_one(None, || self.back_blocks(of, grad, span, [before, after]))
+    }
+
+    fn back_blocks(
+        &self,
+        of: &Features,
+        grad: &Tensor,
+        span: AttentionSpan,
+        [before, after]: [&RecurrentState; 2],
     ) -> Result<Vec<Features>> {
         let mut states = vec![copy(before)];
         for (first, len) in blocks(span) {
@@ -251,6 +275,16 @@ impl Features {
             flat(key.f_transpose(0, 1)?)?,
             flat(value.f_transpose(0, 1)?)?,
         ])
+    }
+
+    /// Multiplications and additions of the recurrence over a span: for each token, `k v^T` and `S^T q`.
+    fn operations(&self, span: AttentionSpan) -> Work {
+        let ([keys, each, _, width], values) = (self.shape(), self.value.size()[2]);
+        Work::Recurrence((2 * keys * (each + 1) * width * values * span.len) as f64)
+    }
+
+    fn shape(&self) -> [i64; 4] {
+        [0, 1, 2, 3].map(|dimension| self.query.size()[dimension])
     }
 
     fn block(&self, first: i64, len: i64) -> Result<Features> {

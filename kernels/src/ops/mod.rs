@@ -5,6 +5,7 @@
 //! cpu/        kernels for main memory: one pass where libtorch would need several, libtorch's own where those are good
 //! reference/  the same in libtorch's operators, on any device: what the others are tested against
 //! device/     our own kernels on a GPU, libtorch's operators for the rest
+//! shapes      shapes of results alone, and the arithmetic that they take
 //! composed    operations composed of others and of libtorch's, for tables without their own; so is cross_entropy
 //! linear_attention   the recurrence, its features and its gate, likewise; so are linear_router and rotary
 //! operands    operands and results of operations       check   requirements on operands
@@ -29,6 +30,7 @@ pub mod linear_router;
 mod operands;
 mod reference;
 pub mod rotary;
+mod shapes;
 #[cfg(test)]
 mod tests;
 mod update;
@@ -485,7 +487,10 @@ pub(crate) fn known_choices() -> Result<()> {
 /// The table of our own kernels on a GPU.
 pub const DEVICE: OpsTable = &device::DeviceTable::GPU;
 
-/// The same with our own matmuls of experts, and with libtorch's grouped matmul where it applies: for benchmarks that
+/// The table for tensors without numbers ([`crate::shapes`]), which makes what [`CPU`] would make.
+pub const SHAPES: OpsTable = &shapes::Shapes { routed: false };
+
+/// The same as [`DEVICE`] with our own matmuls of experts, and with libtorch's grouped matmul where it applies: for benchmarks that
 /// compare them.
 pub const EXPERTS: [OpsTable; 2] =
     [&device::DeviceTable::with_grouped(false), &device::DeviceTable::with_grouped(true)];

@@ -5,22 +5,21 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use kernels::ops::AttentionSpan;
-use kernels::tree::blocks;
 
-use super::line::{Assignment, Rows, SharedRows};
+use super::line::{Assignment, Rows};
 
 /// Rows before and after a document's part that its convolutions read: each of the two sees the token before.
 pub(super) const REACH: i64 = 2;
 
 /// The layout of a cut micro-batch.
 #[derive(Clone, Copy)]
-pub struct ChunkGrid {
+pub(super) struct ChunkGrid {
     /// Tokens in a sequence.
-    pub length: i64,
+    pub(super) length: i64,
     /// Tokens of a sequence in a chunk.
-    pub width: i64,
+    pub(super) width: i64,
     /// Sequences.
-    pub rows: i64,
+    pub(super) rows: i64,
 }
 
 /// The part of a document in a chunk.
@@ -99,27 +98,6 @@ impl ChunkGrid {
             }));
         }
         rows.into_iter().filter(|rows| dealt.place_of(rows.chunk) != place).collect()
-    }
-
-    /// How many rows all ranks together send.
-    pub fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
-        let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
-        let mut all = SharedRows { states, ..SharedRows::default() };
-        for place in 0..dealt.degree {
-            all.beside += self.beside(dealt, documents, place).len() as u64;
-            let earlier = self.earlier(dealt, documents, place);
-            all.earlier += earlier.iter().map(|rows| rows.len as u64).sum::<u64>();
-        }
-        for document in documents {
-            let reach = self.reach(*document);
-            for chunk in reach.clone() {
-                let others = (0..dealt.degree).filter(|place| *place != dealt.place_of(chunk));
-                let runs = others.flat_map(|place| dealt.runs(chunk..reach.end, place));
-                let count = runs.map(|run| blocks(run.start, run.end).len() as u64).sum::<u64>();
-                all.sums += count * self.rows_of(*document, chunk).len as u64;
-            }
-        }
-        all
     }
 
     /// Rows of other ranks that queries of the chunks of `place` see, document after document.

@@ -2,7 +2,7 @@
 
 use contract::{Fault, Result};
 use kernels::ops::AttentionSpan;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
 
@@ -61,6 +61,24 @@ pub(super) struct DeviceMicroBatch {
     pub(super) rows: i64,
     /// Tokens with a label.
     pub(super) label_count: u64,
+}
+
+impl DeviceMicroBatch {
+    /// Of sequences of one document each, with undefined numbers.
+    pub(super) fn of_shape(rows: i64, seq_len: i64, device: Device) -> kernels::Result<Self> {
+        let list = |count, kind| Tensor::f_empty([count], (kind, device));
+        let tokens = rows * seq_len;
+        Ok(DeviceMicroBatch {
+            tokens: list(tokens, Kind::Int64)?,
+            labels: list(tokens, Kind::Int64)?,
+            mask: list(tokens, Kind::Float)?,
+            positions: list(tokens, Kind::Int64)?,
+            spans: (0..rows).map(|row| AttentionSpan::whole(row * seq_len, seq_len)).collect(),
+            starts: list(rows, Kind::Int64)?,
+            rows,
+            label_count: tokens as u64,
+        })
+    }
 }
 
 impl MicroBatchInput<'_> {

@@ -125,19 +125,6 @@ pub(super) struct Rows {
     pub(super) len: i64,
 }
 
-/// Rows that all ranks of a line together send for one micro-batch, in each layer and direction.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SharedRows {
-    /// Rows adjacent to chunks.
-    pub beside: u64,
-    /// Rows of earlier keys.
-    pub earlier: u64,
-    /// Blocks of gradients of keys.
-    pub sums: u64,
-    /// States of linear attention, one for each chunk and sequence.
-    pub states: u64,
-}
-
 /// This rank's rows, followed by the rows of other ranks that it reads.
 pub(super) struct Table {
     /// By rank: which of our rows it reads.

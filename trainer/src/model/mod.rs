@@ -59,14 +59,13 @@ pub use cut::Cut;
 pub use fold::{Overlap, ShardedWeights, WeightShards};
 pub use gradients::{ChunkSum, CollectedGradients, GradientSink, GradientTerm};
 pub(crate) use gradients::{ExpertNumbers, FirstTerms};
-pub use grid::ChunkGrid;
 pub(crate) use init::balance_sizes;
 pub use init::{init, init_balance, parameters, router_classes};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
 pub use kinds::{
     Attention, BalanceKind, FeedForward, LayerType, LogitsDtype, ResidualKind, RouterKind,
 };
-pub use line::{Assignment, AxisComm, PendingReceive, SharedRows};
+pub use line::{Assignment, AxisComm, PendingReceive};
 pub(crate) use param::{HEAD, balance_name, initial};
 pub use param::{Init, ParamId, ParamSpec, Role, active_parameters, rounded};
 pub use probe::probe;
@@ -275,6 +274,20 @@ fn compute(
         token_losses: found.losses,
         counts: found.counts,
     })
+}
+
+/// Runs both passes over `rows` sequences of one document each on tensors without numbers ([`kernels::shapes`]).
+pub(crate) fn over_shapes(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    [rows, seq_len]: [u64; 2],
+    how: MicroBatchContext<'_>,
+    sink: &mut dyn GradientSink,
+) -> Result<()> {
+    let device = params[0].device();
+    let input = input::DeviceMicroBatch::of_shape(rows as i64, seq_len as i64, device);
+    compute(config, params, balance, &input.map_err(refused)?, rows * seq_len, how, sink).map(drop)
 }
 
 /// The sum of the token losses of some sequences, in nats: forward only.

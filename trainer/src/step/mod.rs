@@ -313,7 +313,7 @@ pub fn complete(
     let step = cx.spec.plan.step(gradient.step)?;
     let tokens = step.batch * u64::from(step.seq_len);
     let config = &cx.spec.model_at(gradient.step)?.config;
-    let model_flops = costs::step_flops(config, tokens, &gradient.router, gradient.pairs);
+    let model_flops = costs::step_flops(config, tokens, &gradient.router, gradient.pairs)?;
     Ok(StepResult { record, ranks, model_flops, asked, sent, shared, folded, waited })
 }
 

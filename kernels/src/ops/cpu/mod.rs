@@ -22,11 +22,13 @@ use std::ops::Add;
 
 use tch::{Kind, Tensor};
 
+use super::shapes::note_attention;
 use super::{
     AdamWStep, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch,
     NewtonSchulz, NormBack, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads,
     ResidualGrads, ResidualScaling,
 };
+use crate::shapes::note_matmul;
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
 
@@ -40,10 +42,12 @@ impl Ops for Cpu {
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        note_matmul(left, right, false);
         product::of(left, right)
     }
 
     fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        note_matmul(left, right, false);
         match left.kind() == out.kind() {
             true => product::into(out, left, right),
             false => Ok(out.shallow_clone().f_copy_(&product::of(left, right)?)?),
@@ -51,6 +55,7 @@ impl Ops for Cpu {
     }
 
     fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        note_matmul(left, right, false);
         if left.kind() == out.kind() {
             return product::add(out, left, right);
         }
@@ -59,6 +64,7 @@ impl Ops for Cpu {
     }
 
     fn attention(&self, by: Attention) -> Result<Attended> {
+        note_attention(by);
         attention::attention(by)
     }
 

@@ -17,7 +17,7 @@ use tch::Device;
 pub use sent::SentInStep;
 use sent::SentInputs;
 use trainer::checkpoint::{StateLayout, manifest_bytes};
-use trainer::costs;
+use trainer::costs::{self, MicroBatchShape, Place};
 use trainer::ledger::{self, Packed, SourceSums, StepRecord};
 use trainer::memory::{MemoryUse, Parallelism};
 use trainer::mesh::copies::Partners;
@@ -281,7 +281,7 @@ fn phase_needs(
         ),
         folded: micro_batches * folded(spec, fleet, mesh, first)?,
         folded_within_machines: shared::within_machines(mesh, mesh.tsp, fleet.ranks_per_node),
-        model_flops: costs::flops(config, tokens, &routed, pairs),
+        model_flops: costs::flops(config, tokens, &routed, pairs)?,
         ledger_bytes: ledger_bytes(spec, first)?,
     })
 }
@@ -292,6 +292,17 @@ fn uneven(config: &ZayaConfig, mesh: Mesh, chunks: u64, seq_len: u32) -> f64 {
     let (most, all) = (pairs.iter().copied().max().unwrap_or(0), pairs.iter().sum::<u64>());
     // Linear attention has no pairs.
     if all == 0 { 0.0 } else { most as f64 * pairs.len() as f64 / all as f64 - 1.0 }
+}
+
+/// A micro-batch of the phase that begins with step `first`, on one rank.
+fn shape(spec: &RunSpec, fleet: &Fleet, first: u64) -> Result<MicroBatchShape> {
+    let step = spec.plan.step(first)?;
+    Ok(MicroBatchShape {
+        keep: fleet.workers.keep(),
+        cut: spec.model_at(first)?.cut,
+        dtype: spec.dtype_at(first),
+        ..MicroBatchShape::whole(step.micro_batch, step.seq_len.into())
+    })
 }
 
 /// Bytes that the ranks of a shared micro-batch send each other: operands of layers, and gradients of chunks.
@@ -305,10 +316,13 @@ fn shared_bytes(
     if mesh.together() == 1 {
         return Ok(0);
     }
-    let (PhaseModel { config, cut, .. }, step) = (spec.model_at(first)?, spec.plan.step(first)?);
-    let (degree, options) = (u64::from(mesh.together()), fleet.workers.options().cut(*cut));
-    let (rows, length, dtype) = (step.micro_batch, step.seq_len.into(), spec.dtype_at(first));
-    let layers = shared::operand_bytes(config, rows, length, degree, options, dtype);
+    let PhaseModel { config, cut, .. } = spec.model_at(first)?;
+    let (shape, degree) = (shape(spec, fleet, first)?, u64::from(mesh.together()));
+    let sent = |place| {
+        let shared = Place { degree, place };
+        costs::of_micro_batch(config, MicroBatchShape { shared, ..shape }).map(|one| one.operands)
+    };
+    let layers = (0..degree).map(sent).sum::<Result<u64>>()?;
     let slices = Slices::new(mesh, shares.pieces, spec.parameters.len());
     let dealt = Assignment { chunks: cut.chunks, degree, place: 0 };
     Ok(layers + shared::gradient_bytes(&slices, &spec.parameters, dealt))
@@ -316,9 +330,16 @@ fn shared_bytes(
 
 /// Bytes of weight shards for a micro-batch: each shard is sent by its holder to the others on its line.
 fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> {
-    let (dtype, keep) = (spec.dtype_at(first), fleet.workers.options().keep);
-    let line = shared::folded_bytes(&spec.parameters, u64::from(mesh.tsp), keep, dtype);
-    Ok(u64::from(mesh.cp) * line)
+    if mesh.tsp == 1 {
+        return Ok(0);
+    }
+    let (config, degree) = (&spec.model_at(first)?.config, u64::from(mesh.tsp));
+    let shape = shape(spec, fleet, first)?;
+    let sent = |place| {
+        let folded = Place { degree, place };
+        costs::of_micro_batch(config, MicroBatchShape { folded, ..shape }).map(|one| one.shards)
+    };
+    Ok(u64::from(mesh.cp) * (0..degree).map(sent).sum::<Result<u64>>()?)
 }
 
 /// Bytes that all ranks together send in `step`.

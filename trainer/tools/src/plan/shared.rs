@@ -1,79 +1,9 @@
 //! Bytes that ranks send each other for a micro-batch which they share. A test counts what a training run sends.
 
-use curriculum::Dtype;
-use kernels::ops::AttentionSpan;
 use kernels::tree::blocks;
 use trainer::mesh::Mesh;
 use trainer::mesh::slices::Slices;
-use trainer::model::{
-    ActivationCheckpointing, Assignment, Attention, ChunkGrid, MicroBatchOptions, ParamSpec, Role,
-    SharedRows, ZayaConfig,
-};
-
-/// Bytes that the ranks of a line send each other for a layer's attention, forward and backward.
-fn attention_sent(
-    config: &ZayaConfig,
-    kind: Attention,
-    dtype: Dtype,
-    rows: SharedRows,
-) -> [u64; 2] {
-    let SharedRows { beside, earlier, sums, states } = rows;
-    let [key, conv] = [config.key_size(), config.conv_size()].map(i64::cast_unsigned);
-    let (both, narrow) = (2 * key, if dtype == Dtype::Bf16 { 2 } else { 4 });
-    match kind {
-        // Projected queries and keys and both halves of values; keys and values. Gradients at both taps and of values;
-        // keys and values again; their gradients, f32.
-        Attention::Cca => [
-            narrow * (beside * (conv + key) + earlier * both),
-            narrow * (beside * (2 * conv + key) + earlier * both) + 4 * sums * both,
-        ],
-        // Keys and values; both again, and their gradients, f32.
-        Attention::Gqa => [narrow * earlier * both, narrow * earlier * both + 4 * sums * both],
-        // A state for each chunk and sequence, whatever their length.
-        Attention::Linear => [4 * states * key * (config.head_dim + 1).cast_unsigned(); 2],
-    }
-}
-
-/// Bytes that `degree` ranks send each other in all for a shared micro-batch of `rows` sequences of `seq_len` tokens,
-/// each one document: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
-pub(super) fn operand_bytes(
-    config: &ZayaConfig,
-    rows: u64,
-    seq_len: u64,
-    degree: u64,
-    options: MicroBatchOptions,
-    dtype: Dtype,
-) -> u64 {
-    let (chunks, length) = (options.cut.chunks, seq_len as i64);
-    let dealt = Assignment { chunks, degree, place: 0 };
-    let grid = ChunkGrid { length, width: length / chunks as i64, rows: rows as i64 };
-    let documents: Vec<AttentionSpan> =
-        (0..rows as i64).map(|row| AttentionSpan::whole(row * length, length)).collect();
-    let sent = grid.shared(dealt, &documents);
-    let layers = config.kinds().map(|(kind, _)| {
-        let [forward, back] = attention_sent(config, kind, dtype, sent);
-        match options.keep {
-            ActivationCheckpointing::Everything => forward + back,
-            // Recomputation gathers them again.
-            ActivationCheckpointing::LayerInputs => 2 * forward + back,
-        }
-    });
-    layers.sum::<u64>() + 4 * rows * seq_len * (degree - 1)
-}
-
-/// Bytes of weight shards that `degree` ranks send each other in all for a micro-batch: each shard once for the forward
-/// pass, once for the backward pass, and once more for recomputation.
-pub(super) fn folded_bytes(
-    parameters: &[ParamSpec],
-    degree: u64,
-    keep: ActivationCheckpointing,
-    dtype: Dtype,
-) -> u64 {
-    let passes = if keep == ActivationCheckpointing::LayerInputs { 3 } else { 2 };
-    let cut = parameters.iter().filter(|one| one.sharding.is_some());
-    let bytes = cut.map(|one| one.kind(dtype).elt_size_in_bytes() as u64 * one.elements());
-    (degree - 1) * passes * bytes.sum::<u64>()
-}
+use trainer::model::{Assignment, ParamSpec, Role};
 
 /// Bytes of weight gradients that the ranks of a line send each other for a micro-batch.
 pub(super) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Assignment) -> u64 {

@@ -24,10 +24,10 @@ pub use super::standing::PlannedRun;
 use super::standing::{self, RankArrangement};
 use super::{faults, traffic};
 use crate::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
-use trainer::costs::matmuls::{self, MicroBatchShape};
+use trainer::costs::{self, MicroBatchShape};
 use trainer::mesh::GradReduce;
 use trainer::mesh::share::MESSAGES;
-use trainer::model::{self, ActivationCheckpointing, ParamSpec};
+use trainer::model::{ActivationCheckpointing, Cut, ParamSpec};
 use trainer::optim::OptimizerRule;
 use trainer::state::ownership::{self, ParamShard};
 use trainer::timing::{EXACTNESS, PARTS, StepPart};
@@ -200,20 +200,20 @@ fn micro_batch(
     let all = (needs.micro_batch * u64::from(needs.seq_len)) as i64;
     let (tokens, chunks) = ((all / chunks as i64).max(1), (chunks / together).max(1));
     let all = all / together as i64;
-    let routed = matmuls::even(tokens * config.num_experts_per_tok, config.num_experts);
-    let recompute = fleet.workers.keep() == ActivationCheckpointing::LayerInputs;
-    let by = MicroBatchShape { tokens, chunks, routed: &routed, recompute };
-    for product in matmuls::of_micro_batch(config, by) {
+    let keep = fleet.workers.keep();
+    let recompute = keep == ActivationCheckpointing::LayerInputs;
+    // As many chunks as the rank has, of shorter sequences.
+    let whole = MicroBatchShape::whole(needs.micro_batch, u64::from(needs.seq_len) / together);
+    let by = MicroBatchShape { keep, cut: Cut { chunks, ..phase.cut }, ..whole };
+    for product in &costs::of_micro_batch(config, by)?.matmuls {
         let curve = if bf16 && !product.wide { &cluster.bf16 } else { &cluster.f32 };
-        // Sharded operands are multiplied shard by shard.
-        let shards = if product.wide { 1 } else { phase.cut.shards.max(1) };
-        let rate = curve.at(product.shape.operations() / shards as f64);
+        let rate = curve.at(product.shape.operations());
         seconds.add(product.part, rounds * product.operations() / rate);
     }
-    let pairs = needs.micro_batch * model::attended_pairs(config, &[0], needs.seq_len);
+    let whole = MicroBatchShape::whole(needs.micro_batch, needs.seq_len.into());
+    let costs = costs::of_micro_batch(config, whole)?;
     let most = (1.0 + needs.uneven) / together as f64;
-    let operations =
-        most * matmuls::of_attention(config, needs.micro_batch * u64::from(needs.seq_len), pairs);
+    let operations = most * (costs.attention + costs.recurrence);
     // A call covers one sequence in one layer.
     let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
     let again = 1.0 + f64::from(u8::from(recompute));

@@ -9,8 +9,8 @@ use contract::Result;
 use super::estimate::{CheckpointCost, PlannedRun, StepTime};
 use super::shapes::ALIGNMENT;
 use crate::plan::PhaseNeeds;
-use trainer::costs::matmuls::{self, MatmulCount, MicroBatchShape};
-use trainer::model::ZayaConfig;
+use trainer::costs::{self, MatmulCount, MicroBatchShape};
+use trainer::model::{Cut, ZayaConfig};
 
 /// The share of the peak that matmuls should reach.
 const ENOUGH: f64 = 0.8;
@@ -118,10 +118,9 @@ fn small_products(
 ) -> Result<Option<String>> {
     let phase = spec.model_at(first)?;
     let chunks = phase.cut.chunks.max(1);
-    let tokens = ((needs.micro_batch * u64::from(needs.seq_len)) as i64 / chunks as i64).max(1);
-    let routed = matmuls::even(tokens, phase.config.num_experts);
-    let by = MicroBatchShape { tokens, chunks, routed: &routed, recompute: false };
-    let all = matmuls::of_micro_batch(&phase.config, by);
+    let whole = MicroBatchShape::whole(needs.micro_batch, needs.seq_len.into());
+    let by = MicroBatchShape { cut: Cut { chunks, ..phase.cut }, ..whole };
+    let all = &costs::of_micro_batch(&phase.config, by)?.matmuls;
     let bf16 = spec.dtype_at(first) == curriculum::Dtype::Bf16;
     let curve = if bf16 { &cluster.bf16 } else { &cluster.f32 };
     let (peak, sum) = (curve.peak(), all.iter().map(MatmulCount::operations).sum::<f64>());

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-pub use trainer::costs::matmuls::MatmulShape;
+pub use trainer::costs::MatmulShape;
 use trainer::model::{Attention, FeedForward, RouterKind, ZayaConfig};
 
 /// Dimensions should be multiples of this.
@@ -144,7 +144,7 @@ pub fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trainer::costs::matmuls::{MicroBatchShape, even, of_micro_batch};
+    use trainer::costs::{MicroBatchShape, of_micro_batch};
 
     /// The shapes that are measured and repeated are those of a step, forward and both backward.
     #[test]
@@ -159,10 +159,9 @@ mod tests {
         let shared = ZayaConfig { router, num_shared_experts, num_experts_per_tok: 2, ..nano() };
         for config in presets.into_iter().chain([mixed, shared]) {
             let tokens = config.num_experts * 16;
-            let routed = even(tokens * config.num_experts_per_tok, config.num_experts);
-            let by = MicroBatchShape { tokens, chunks: 1, routed: &routed, recompute: false };
-            let step = of_micro_batch(&config, by);
-            let step: BTreeSet<_> = step.iter().map(|one| (one.shape, one.wide)).collect();
+            let by = MicroBatchShape::whole(1, tokens as u64);
+            let step = of_micro_batch(&config, by).unwrap();
+            let step: BTreeSet<_> = step.matmuls.iter().map(|one| (one.shape, one.wide)).collect();
             let ways = |one: &ModelMatmul| {
                 let MatmulShape { rows, inner, columns } = one.shape;
                 let shape = |[rows, inner, columns]: [i64; 3]| MatmulShape { rows, inner, columns };
