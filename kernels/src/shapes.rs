@@ -6,7 +6,7 @@
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::c_int;
 
 use tch::{Device, Tensor};
@@ -24,14 +24,23 @@ unsafe extern "C" {
 /// libtorch's meta device. It reports itself under this name, as tch has none for it.
 pub(crate) const DEVICE: Device = Device::Mps;
 
-/// The device of tensors without numbers.
+/// The device of tensors without numbers, which on this thread counts as a GPU from now on, or as main memory.
 ///
 /// # Errors
 /// If libtorch refuses it.
-pub fn device() -> Result<Device> {
+pub fn device(gpu: bool) -> Result<Device> {
     // SAFETY: takes no argument; what it registers stays for the life of the process.
     guarded("compute with shapes", unsafe { shim_shapes() })?;
+    IS_GPU.set(gpu);
     Ok(DEVICE)
+}
+
+/// Whether work on `device` is queued, as on a GPU.
+pub fn queues(device: Device) -> bool {
+    match device {
+        DEVICE => IS_GPU.get(),
+        device => device != Device::Cpu,
+    }
 }
 
 /// Bytes that this thread's live tensors without numbers would take.
@@ -76,11 +85,12 @@ pub enum Work {
 type See = Box<dyn FnMut(Work)>;
 
 thread_local! {
+    static IS_GPU: Cell<bool> = const { Cell::new(false) };
     static SEEN: RefCell<Option<See>> = const { RefCell::new(None) };
 }
 
-/// Runs `work` on this thread and passes the arithmetic of [`crate::ops::SHAPES`] and [`crate::ops::CPU`] in it to `see`,
-/// in order; the CPU's table does not report a router network, nor which rows are those of an expert.
+/// Runs `work` on this thread and passes the arithmetic of [`crate::ops::SHAPES`] and [`crate::ops::CPU`] in it to
+/// `see`, in order; the CPU's table does not report a router network, nor which rows are those of an expert.
 pub fn watched<T>(see: impl FnMut(Work) + 'static, work: impl FnOnce() -> T) -> T {
     let before = SEEN.replace(Some(Box::new(see)));
     let made = work();
@@ -124,7 +134,7 @@ mod tests {
 
     #[test]
     fn bytes_are_counted_and_numbers_are_refused() {
-        let device = device().unwrap();
+        let device = device(false).unwrap();
         let begun = live();
         anew();
         let large = Tensor::empty([1 << 20, 1 << 20], (Kind::Float, device));
@@ -164,7 +174,7 @@ mod tests {
     /// Results of the operations that each table implements by itself have the shapes and kinds of the CPU's.
     #[test]
     fn results_are_shaped_as_those_of_the_cpu() {
-        let there = device().unwrap();
+        let there = device(true).unwrap();
         let made = |ops: OpsTable, device, kind| {
             let wide = (Kind::Float, device);
             let (x, vector) = (Tensor::zeros([6, 8], wide), Tensor::zeros([8], wide));

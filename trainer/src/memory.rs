@@ -16,7 +16,7 @@ use kernels::ops::NewtonSchulzIterate;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::costs::{self, MicroBatchShape, Place};
+use crate::costs::{self, MicroBatchShape, RankPlace};
 use crate::mesh::axes::Axis;
 use crate::mesh::behind::OwnedBytes;
 use crate::mesh::copies::Partners;
@@ -40,7 +40,7 @@ pub struct MemoryUse {
     pub masters: u64,
     /// Moments of this rank's pieces.
     pub moments: u64,
-    /// What the passes of the running micro-batches hold: activations, logits, and the gradients that they are computing.
+    /// What the passes of the running micro-batches hold: activations, logits, and gradients that are being computed.
     pub activations: u64,
     /// Gradients of micro-batches: one for each level of a block that waits for a partner, or one for each worker where
     /// every micro-batch is a block.
@@ -155,7 +155,7 @@ impl<'a> Parallelism<'a> {
         let places = (0..mesh.together()).map(place).collect::<Result<Vec<_>>>()?;
         let fold = |place| WeightShards::new(mesh.tsp, place, &spec.parameters, cut.shards);
         // The last rank has the fewest earlier keys to receive and its queries see the most.
-        let last = |degree: u32| Place { degree: degree.into(), place: u64::from(degree) - 1 };
+        let last = |degree: u32| RankPlace { degree: degree.into(), place: u64::from(degree) - 1 };
         let shape = MicroBatchShape {
             keep: workers.keep(),
             cut: *cut,

@@ -113,7 +113,7 @@ impl Queue {
 
     /// The queue of a GPU, or why the kernels are unavailable.
     pub(crate) fn of(device: Device) -> Result<Queue> {
-        if device == shapes::DEVICE {
+        if device == shapes::DEVICE && shapes::queues(device) {
             return Ok(Queue { module: None, device, stream: std::ptr::null_mut() });
         }
         let refuse = |reason| Error::NoDevice { device: format!("{device:?}"), reason };

@@ -490,8 +490,8 @@ pub const DEVICE: OpsTable = &device::DeviceTable::GPU;
 /// The table for tensors without numbers ([`crate::shapes`]), which makes what [`CPU`] would make.
 pub const SHAPES: OpsTable = &shapes::Shapes { routed: false };
 
-/// The same as [`DEVICE`] with our own matmuls of experts, and with libtorch's grouped matmul where it applies: for benchmarks that
-/// compare them.
+/// The same as [`DEVICE`] with our own matmuls of experts, and with libtorch's grouped matmul where it applies: for
+/// benchmarks that compare them.
 pub const EXPERTS: [OpsTable; 2] =
     [&device::DeviceTable::with_grouped(false), &device::DeviceTable::with_grouped(true)];
 

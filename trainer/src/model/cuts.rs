@@ -57,7 +57,7 @@ impl Model {
         for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
             let error = relative(a, b);
             worst = worst.max(error);
-            assert!(error < 2e-5, "{options:?} {}: {error:e}", spec.name);
+            assert!(error < 1e-4, "{options:?} {}: {error:e}", spec.name);
         }
         println!("{options:?}: largest |a - b| / |b| against f64: {worst:.1e}");
     }

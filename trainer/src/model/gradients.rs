@@ -6,6 +6,7 @@ use std::ops::Range;
 use contract::{Fault, Result};
 use kernels::addend::Addend;
 use kernels::ops::{OpsTable, ParamGradient, UsedExperts};
+use kernels::shapes;
 use kernels::tree::{self, Node, Pair, Sum, TreeNodes, blocks};
 use tch::{Device, Kind, Tensor};
 
@@ -233,7 +234,7 @@ impl<'a> Gradients<'a> {
 
     fn at_once(&self, made: &Tensor) -> bool {
         let large = made.kind() == Kind::Float && made.numel() > SMALL;
-        self.dealt.chunks > 1 && (made.device() == Device::Cpu || large)
+        self.dealt.chunks > 1 && (!shapes::queues(made.device()) || large)
     }
 
     /// Called when all local chunks have been added.

@@ -17,7 +17,7 @@ use tch::Device;
 pub use sent::SentInStep;
 use sent::SentInputs;
 use trainer::checkpoint::{StateLayout, manifest_bytes};
-use trainer::costs::{self, MicroBatchShape, Place};
+use trainer::costs::{self, MicroBatchShape, RankPlace};
 use trainer::ledger::{self, Packed, SourceSums, StepRecord};
 use trainer::memory::{MemoryUse, Parallelism};
 use trainer::mesh::copies::Partners;
@@ -319,7 +319,7 @@ fn shared_bytes(
     let PhaseModel { config, cut, .. } = spec.model_at(first)?;
     let (shape, degree) = (shape(spec, fleet, first)?, u64::from(mesh.together()));
     let sent = |place| {
-        let shared = Place { degree, place };
+        let shared = RankPlace { degree, place };
         costs::of_micro_batch(config, MicroBatchShape { shared, ..shape }).map(|one| one.operands)
     };
     let layers = (0..degree).map(sent).sum::<Result<u64>>()?;
@@ -336,7 +336,7 @@ fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> 
     let (config, degree) = (&spec.model_at(first)?.config, u64::from(mesh.tsp));
     let shape = shape(spec, fleet, first)?;
     let sent = |place| {
-        let folded = Place { degree, place };
+        let folded = RankPlace { degree, place };
         costs::of_micro_batch(config, MicroBatchShape { folded, ..shape }).map(|one| one.shards)
     };
     Ok(u64::from(mesh.cp) * (0..degree).map(sent).sum::<Result<u64>>()?)
