@@ -12,10 +12,3 @@ DEVICE void each(u32 rows, u32 width, Do what) {
   for (u32 place = thread_index(); place < EACH && place < count - base; place += 256)
     what((base + place) / width, (base + place) % width);
 }
-
-// The same where what is done is long: one element a thread, so that nothing is held in registers from one to the next.
-template <typename Do>
-DEVICE void one(u32 rows, u32 width, Do what) {
-  const u32 count = rows * width, index = block_index() * 256 + thread_index();
-  if (index < count) what(index / width, index % width);
-}

@@ -31,25 +31,6 @@ DEVICE void norm_row(Row row, u32 width, f32 eps, f32 square, const f32* x, cons
       [=](u64 column, f32 value) { put(out[at + column], value); });
 }
 
-// Back through a row of the norm, from the gradient of its outcome: store(column, gradient of x), with `beside` added to it unless that is
-// null.
-template <typename G, typename Store>
-DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const G* grad, const f32* beside,
-                          Store store) {
-  const u64 at = static_cast<u64>(row.index) * width;
-  const f32 factor = row.there ? factors[row.index] : 0.0f;
-  const f32 sum =
-      along_row(row, width, [=](u64 column) { return wide(grad[at + column]) * (x[at + column] * factor) * weight[column]; });
-  const f32 along = sum / -static_cast<f32>(width);
-  each_of_row(
-      row, width,
-      [=](u64 column) {
-        const f32 own = (wide(grad[at + column]) * weight[column] + x[at + column] * factor * along) * factor;
-        return beside == nullptr ? own : beside[at + column] + own;
-      },
-      store);
-}
-
 // state = projected + bias, and with the state of the layer before, + before decay; and its norm. 16 lanes a row, each of which
 // reads of the state only what it has written itself.
 template <typename T>
@@ -81,59 +62,113 @@ KERNEL(router_norm_bf16, 256, LIMIT(48, 0, 8),
   averaged(projected, state, bias, before, decay, weight, out, factors, rows, width, eps);
 }
 
-// Back: the gradient of the state, with that from the layer after it, `later`, unless it is null; the same rounded, unless there
-// is no memory for that; and of the state before, unless there is none.
-KERNEL(router_norm_backward, 256, LIMIT(48, 0, 8),
-       (const f32* state, const f32* factors, const f32* weight, const f32* grad, const f32* later, const f32* decay, f32* own,
-        bf16* rounded, f32* before, u32 rows, u32 width)) {
-  const Row row = row_of(rows);
-  const u64 at = static_cast<u64>(row.index) * width;
-  norm_row_back(row, width, state, factors, weight, grad, later, [=](u64 column, f32 value) {
-    own[at + column] = value;
-    if (rounded != nullptr) put(rounded[at + column], value);
-    if (before != nullptr) before[at + column] = value * decay[column];
-  });
-}
+constexpr u32 STEPS = BAND / ROWS, PAIR = 2 * PARTS;
 
-// In bands, [5, bands, width], the gradients of the vectors: of the norm's weight, of the bias before it, of the decay (zeros
-// without a state before), and of the biases of both hidden layers. `grad` is the gradient of what the norm came to.
-KERNEL(router_vectors, 256, LIMIT(32, 0, 8),
-       (const f32* state, const f32* factors, const f32* grad, const f32* own, const f32* before, const f32* first,
-        const f32* second, f32* partial, u32 rows, u32 width)) {
-  const Column column = column_of(rows, width);
-  if (!column.there) return;
-  f32 sums[5] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-  for (u32 row = column.first; row < column.end; ++row) {
-    const u64 at = static_cast<u64>(row) * width + column.index;
-    sums[0] += grad[at] * (state[at] * factors[row]);
-    sums[1] += own[at];
-    if (before != nullptr) sums[2] += own[at] * before[at];
-    sums[3] += first[at];
-    sums[4] += second[at];
-  }
-  const u64 size = static_cast<u64>((rows + BAND - 1) / BAND) * width;
+// what(number, row of the band, column of those, index) for the four elements of a thread among PAIR columns of a band.
+template <typename Do>
+DEVICE void of_band(u32 first, u32 end, u32 base, u32 width, Do what) {
   UNROLL
-  for (u32 which = 0; which < 5; ++which) partial[column.partial + which * size] = sums[which];
+  for (u32 number = 0; number < 2 * STEPS; ++number) {
+    const u32 row = number / 2 * ROWS + thread_index() / PARTS, place = number % 2 * PARTS + thread_index() % PARTS;
+    if (first + row >= end || base + place >= width) continue;
+    what(number, row, place, static_cast<u64>(first + row) * width + base + place);
+  }
 }
 
-// x += bias; out = gelu(x), the exact one: x times the normal distribution's integral up to x.
-KERNEL(bias_gelu, 256, LIMIT(64, 0, 8), (f32 * x, const f32* bias, f32* out, u32 rows, u32 width)) {
-  one(rows, width, [=](u32 row, u32 column) {
-    const u64 at = static_cast<u64>(row) * width + column;
-    const f32 value = x[at] + bias[column];
-    x[at] = value;
+// Back: the gradient of the state, with that from the layer after it, `later`, unless it is null; in f32 or rounded, whichever there
+// is memory for; and of the state before, unless there is none. In bands, [3, bands, width], the gradients of the norm's weight, of
+// the bias before it, and of the decay (zeros without a state before). `grad` is the gradient of what the norm came to. A block has
+// a band, of which it puts two columns of each lane at once into shared memory, where a thread adds up a column.
+KERNEL(router_norm_backward, 256, LIMIT(64, 12288, 5),
+       (const f32* state, const f32* factors, const f32* weight, const f32* grad, const f32* later, const f32* decay,
+        const f32* before, f32* own, bf16* rounded, f32* to_before, f32* partial, u32 rows, u32 width)) {
+  SHARED(f32, summands, 3 * BAND * PAIR);
+  const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows, lane = thread_index() % PARTS;
+  f32 factor[STEPS], along[STEPS];
+  UNROLL
+  for (u32 step = 0; step < STEPS; ++step) {
+    const u32 index = first + step * ROWS + thread_index() / PARTS;
+    const u64 at = static_cast<u64>(index) * width;
+    const f32 by = index < end ? factors[index] : 0.0f;
+    const f32 sum = along_row({index, lane, index < end}, width,
+                              [=](u64 column) { return grad[at + column] * (state[at + column] * by) * weight[column]; });
+    factor[step] = by;
+    along[step] = sum / -static_cast<f32>(width);
+  }
+  // All that is read is asked for before the first outcome is written: a compiler cannot know that the one is not where the other is.
+  for (u32 base = 0; base < width; base += PAIR) {
+    f32 slope[2 * STEPS], normed[2 * STEPS], beyond[2 * STEPS], entered[2 * STEPS];
+    of_band(first, end, base, width, [&](u32 which, u32, u32, u64 at) {
+      slope[which] = grad[at];
+      normed[which] = state[at] * factor[which / 2];
+      beyond[which] = later != nullptr ? later[at] : 0.0f;
+      entered[which] = before != nullptr ? before[at] : 0.0f;
+    });
+    of_band(first, end, base, width, [&](u32 which, u32 row, u32 place, u64 at) {
+      f32 value = (slope[which] * weight[base + place] + normed[which] * along[which / 2]) * factor[which / 2];
+      if (later != nullptr) value = beyond[which] + value;
+      f32* all = summands + row * PAIR + place;
+      all[0] = slope[which] * normed[which];
+      all[BAND * PAIR] = value;
+      all[2 * BAND * PAIR] = before != nullptr ? value * entered[which] : 0.0f;
+      if (own != nullptr) own[at] = value;
+      if (rounded != nullptr) put(rounded[at], value);
+      if (to_before != nullptr) to_before[at] = value * decay[base + place];
+    });
+    barrier();
+    const u32 which = thread_index() / PAIR, place = thread_index() % PAIR;
+    if (which < 3 && base + place < width) {
+      f32 sum = 0.0f;
+      for (u32 row = 0; row < end - first; ++row) sum += summands[(which * BAND + row) * PAIR + place];
+      const u64 bands = (rows + BAND - 1) / BAND;
+      partial[(which * bands + block_index()) * width + base + place] = sum;
+    }
+    barrier();
+  }
+}
+
+// 32 columns of a band: blocks go over the columns first.
+struct Patch {
+  u32 band, column, first, end;
+};
+DEVICE Patch patch_of(u32 rows, u32 width) {
+  const u32 tiles = (width + BAND - 1) / BAND, band = block_index() / tiles, first = band * BAND;
+  return {band, block_index() % tiles * BAND + thread_index() % BAND, first, first + BAND < rows ? first + BAND : rows};
+}
+
+// out = gelu(x + bias), the exact one: x times the normal distribution's integral up to x.
+KERNEL(bias_gelu, 256, LIMIT(64, 0, 8), (const f32* x, const f32* bias, f32* out, u32 rows, u32 width)) {
+  const Patch patch = patch_of(rows, width);
+  if (patch.column >= width) return;
+  const f32 own = bias[patch.column];
+  for (u32 row = patch.first + thread_index() / BAND; row < patch.end; row += BLOCK / BAND) {
+    const u64 at = static_cast<u64>(row) * width + patch.column;
+    const f32 value = x[at] + own;
     out[at] = static_cast<f32>(value * (0.5 + 0.5 * error_function(value * 0.7071067811865476)));
-  });
+  }
 }
 
-KERNEL(gelu_backward, 256, LIMIT(64, 0, 8), (const f32* x, const f32* grad, f32* out, u32 rows, u32 width)) {
-  one(rows, width, [=](u32 row, u32 column) {
-    const u64 at = static_cast<u64>(row) * width + column;
-    const f64 value = x[at];
+// Back; and in bands the sum of out over the rows.
+KERNEL(gelu_backward, 256, LIMIT(64, 4096, 8),
+       (const f32* x, const f32* bias, const f32* grad, f32* out, f32* partial, u32 rows, u32 width)) {
+  SHARED(f32, values, BAND * BAND);
+  const Patch patch = patch_of(rows, width);
+  const bool there = patch.column < width;
+  const f32 shift = there ? bias[patch.column] : 0.0f;
+  for (u32 row = patch.first + thread_index() / BAND; there && row < patch.end; row += BLOCK / BAND) {
+    const u64 at = static_cast<u64>(row) * width + patch.column;
+    const f64 value = x[at] + shift;
     const f64 integral = 0.5 + 0.5 * error_function(value * 0.7071067811865476);
     const f64 density = 0.3989422804014327 * exponential(static_cast<f32>(-0.5 * value * value));
-    out[at] = static_cast<f32>(grad[at] * (integral + value * density));
-  });
+    const f32 own = static_cast<f32>(grad[at] * (integral + value * density));
+    out[at] = own;
+    values[(row - patch.first) * BAND + thread_index() % BAND] = own;
+  }
+  barrier();
+  if (thread_index() >= BAND || !there) return;
+  f32 sum = 0.0f;
+  for (u32 row = 0; row < patch.end - patch.first; ++row) sum += values[row * BAND + thread_index()];
+  partial[static_cast<u64>(patch.band) * width + patch.column] = sum;
 }
 
 // Of two numbers and their places: the larger, the first of equals, and a NaN before all numbers, as libtorch has it.

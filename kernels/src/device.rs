@@ -11,6 +11,7 @@
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 
 pub(crate) mod additions;
+mod cpp_tokens;
 #[cfg(test)]
 pub(crate) mod emulated;
 mod found;

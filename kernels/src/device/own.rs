@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::Device;
 
+use super::cpp_tokens;
 use super::half;
 use super::library::{AMD, Compiler, Module, NVIDIA, Vendor};
 use crate::{Result, sums};
@@ -49,7 +50,7 @@ sources!(
     "transport.h"
 );
 
-/// Digest of the kernels' source and compiler options, for the kernel table.
+/// Digest of the kernels' source, apart from comments and white space, and of compiler options, for the kernel table.
 pub(crate) fn digest() -> u64 {
     digest_by(&[NVIDIA, AMD])
 }
@@ -64,7 +65,8 @@ fn digest_by(vendors: &[Vendor]) -> u64 {
     }
     for (name, text) in SOURCES {
         whole.extend(name.to_bytes_with_nul());
-        whole.extend(text.to_bytes_with_nul());
+        cpp_tokens::append(&text.to_string_lossy(), &mut whole);
+        whole.push(0);
     }
     sums::bytes(&whole, 4)
 }

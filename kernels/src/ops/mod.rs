@@ -42,6 +42,8 @@ use tch::{Device, Kind, Tensor};
 use crate::device::queue::Queue;
 use crate::{Error, Result, checksum};
 use call::Call;
+#[cfg(test)]
+pub(crate) use cpu::exp;
 pub use device::choice::{ANSWERS, ATTENTION, CHOICES, GROUPED, KernelChoice};
 pub(crate) use device::wide::multiplies as multiplies_wide;
 pub use operands::{

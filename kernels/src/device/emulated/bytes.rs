@@ -4,7 +4,7 @@
 use super::build::{Build, played};
 use super::proof::plant;
 use super::tape::Tape;
-use super::{attention, exact, experts, finish, rows, step};
+use super::{attention, exact, experts, finish, router, rows, step};
 
 /// For each launch of a tape: the kernel, and the bytes that its waves load and store per element.
 fn counted(tape: &Tape, elements: usize) -> Vec<(String, f64)> {
@@ -56,6 +56,21 @@ fn rows_are_moved_once() {
     check_bytes(&[experts::wide([128, 3, 512])], 128 * 512, &moves);
     let conv = [("conv_shift_bf16", 8.3), ("conv_shift_backward_bf16", 11.6)];
     check_bytes(&[attention::wide([64, 3, 128, 64, 64])], 64 * 512, &conv);
+}
+
+/// Per element of a router's state. The norm reads a row twice, the second time from a cache, and its vectors for every
+/// two rows; the tape's backward pass writes its gradient in both kinds.
+#[test]
+fn routers_move_their_rows_once() {
+    let moves = [
+        ("router_norm_backward", 40.9),
+        ("router_norm_bf16", 24.5),
+        ("bias_gelu", 9.2),
+        ("gelu_backward", 13.4),
+        ("router_choice", 4.6),
+        ("router_backward", 1.9),
+    ];
+    check_bytes(&[router::wide([64, 128, 17])], 64 * 128, &moves);
 }
 
 /// For a weight under AdamW and under Muon, a pair of gradients, and a gradient that is squared.

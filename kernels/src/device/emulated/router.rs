@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::rows::{banded, made};
 use super::tape::{Argument, Buffer, Tape};
 use super::{bits, bits_of, close, left_bits, numbers, tensor, tensor_bf16};
-use crate::ops::CPU;
+use crate::ops::{CPU, exp};
 
 struct Embedding {
     tape: Tape,
@@ -68,25 +68,112 @@ struct Router {
     states: [Buffer; 5],
     /// The first of these rounded to bf16; and averaging of a bf16 projection.
     narrow: [Buffer; 2],
-    /// Gradients of the norm's weight, its bias, the decay, and two sums.
+    /// Gradients of the norm's weight, its bias and the decay.
     vectors: Buffer,
-    gelu: [Buffer; 3],
+    gelu: Gelu,
     choice: [Buffer; 3],
     logits: Buffer,
 }
 
+/// What a GELU leaves: its result, and the gradients of its input and of its bias.
+struct Gelu {
+    out: Buffer,
+    to_x: Buffer,
+    to_bias: Buffer,
+}
+
+impl Gelu {
+    fn new(
+        tape: &mut Tape,
+        shape @ [rows, width]: [usize; 2],
+        x: &[f32],
+        [bias, grad]: [Buffer; 2],
+    ) -> Gelu {
+        let blocks = rows.div_ceil(32) * width.div_ceil(32);
+        let x = tape.with(x);
+        let [out, to_x] = [(); 2].map(|()| tape.room::<f32>(rows * width));
+        let sizes = shape.map(Argument::from);
+        let places = [x, bias, out].map(Argument::from);
+        tape.launch("bias_gelu", blocks, &[&places[..], &sizes].concat());
+        let to_bias = banded(tape, [1, rows, width], |tape, partial, _| {
+            let places = [x, bias, grad, to_x, partial].map(Argument::from);
+            tape.launch("gelu_backward", blocks, &[&places[..], &sizes].concat());
+        });
+        Gelu { out, to_x, to_bias }
+    }
+}
+
+/// The sum over rows: of 32 in f32, and of these in f64.
+fn column_sums(x: &[f32], width: usize) -> Vec<u32> {
+    let mut sums = vec![0f64; width];
+    for band in x.chunks(32 * width) {
+        let mut own = vec![0f32; width];
+        let rows = band.chunks(width);
+        rows.for_each(|row| own.iter_mut().zip(row).for_each(|(sum, value)| *sum += value));
+        sums.iter_mut().zip(own).for_each(|(sum, own)| *sum += f64::from(own));
+    }
+    sums.into_iter().map(|sum| (sum as f32).to_bits()).collect()
+}
+
+/// A GELU and its slope, from all 64 terms of the power series, which kernels may end early.
+fn gelu_of(x: f32) -> [f64; 2] {
+    let x = f64::from(x);
+    let scaled = x * std::f64::consts::FRAC_1_SQRT_2;
+    let series = || {
+        let (square, mut power, mut sum) = (scaled * scaled, 1.0, 0.0);
+        for term in 0..64 {
+            sum += power * (1.0 / f64::from(2 * term + 1));
+            power *= square * (-1.0 / f64::from(term + 1));
+        }
+        std::f64::consts::FRAC_2_SQRT_PI * scaled * sum
+    };
+    let error = if scaled.abs() >= 4.0 { scaled.signum() } else { series() };
+    let integral = 0.5 + 0.5 * error;
+    let density = 0.398_942_280_401_432_7 * f64::from(exp((-0.5 * x * x) as f32));
+    [x * integral, integral + x * density]
+}
+
+/// Every exponent, both signs, both sides of where the series ends, infinities and what is not a number.
+#[test]
+fn gelus_have_the_bits_of_the_whole_series() {
+    let (rows, width) = (700, 70);
+    let special = [0.0, -0.0, 5.656_854, 5.656_855, -5.656_854, -5.656_855, f32::INFINITY];
+    let special = special.into_iter().chain([f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE]);
+    let sized = |(place, value): (usize, f32)| value * [0.1, 1.0, 3.0, 6.0][place % 4];
+    let usual = numbers(40_000, 31).into_iter().enumerate().map(sized);
+    let any = numbers(9000, 32)
+        .into_iter()
+        .map(|value| f32::from_bits((value.to_bits() << 9).wrapping_mul(2_654_435_761)));
+    let x: Vec<f32> = special.chain(usual).chain(any).take(rows * width).collect();
+    let grad: Vec<f32> = numbers(x.len(), 33);
+    let mut tape = Tape::new("gelu");
+    let sides = [tape.with(&vec![0f32; width]), tape.with(&grad)];
+    let gelu = Gelu::new(&mut tape, [x.len() / width, width], &x, sides);
+    let played = tape.play();
+    let (out, to_x) = (left_bits(&played, gelu.out), left_bits(&played, gelu.to_x));
+    for (place, (x, grad)) in x.iter().zip(&grad).enumerate() {
+        let [value, slope] = gelu_of(x + 0.0);
+        let wanted = [value as f32, (f64::from(*grad) * slope) as f32];
+        for (found, wanted) in [out[place], to_x[place]].into_iter().zip(wanted) {
+            let found = f32::from_bits(found);
+            let both_not = found.is_nan() && wanted.is_nan();
+            assert!(both_not || found.to_bits() == wanted.to_bits(), "{x:e}: {found} {wanted}");
+        }
+    }
+}
+
 const WIDTH: usize = 21;
 
-fn router(rows: usize, classes: usize) -> Router {
+fn router([rows, width, classes]: [usize; 3]) -> Router {
     let mut tape = Tape::new("router");
     let elements = |count: usize| count.div_ceil(1024);
-    let sizes: [Argument; 2] = [rows.into(), WIDTH.into()];
-    let [bias, decay] = [1, 2].map(|seed| tape.with(&numbers(WIDTH, seed)));
-    let state = |tape: &mut Tape| tape.with(&numbers(rows * WIDTH, 3));
+    let sizes: [Argument; 2] = [rows.into(), width.into()];
+    let [bias, decay] = [1, 2].map(|seed| tape.with(&numbers(width, seed)));
+    let state = |tape: &mut Tape| tape.with(&numbers(rows * width, 3));
     let [first, later] = [state(&mut tape), state(&mut tape)];
-    let before = tape.with(&numbers(rows * WIDTH, 4));
-    let weight = tape.with(&numbers(WIDTH, 9));
-    let [normed, again, own, to_before] = [(); 4].map(|()| tape.room::<f32>(rows * WIDTH));
+    let before = tape.with(&numbers(rows * width, 4));
+    let weight = tape.with(&numbers(width, 9));
+    let [normed, again, own, to_before] = [(); 4].map(|()| tape.room::<f32>(rows * width));
     let [factors, other] = [(); 2].map(|()| tape.room::<f32>(rows));
     let (blocks, eps) = (rows.div_ceil(16), [Argument::Float(1e-5)]);
     let mut norm = |state: Buffer, beside: [Argument; 2], out: [Buffer; 2]| {
@@ -97,32 +184,23 @@ fn router(rows: usize, classes: usize) -> Router {
     };
     norm(first, [Argument::Null; 2], [again, other]);
     norm(later, [before, decay].map(Argument::from), [normed, factors]);
-    let [grad, beyond] = [10, 11].map(|seed| tape.with(&numbers(rows * WIDTH, seed)));
-    let rounded = tape.room::<u16>(rows * WIDTH);
-    let places = [later, factors, weight, grad, beyond, decay, own, rounded, to_before];
-    let arguments = [&places.map(Argument::from)[..], &sizes].concat();
-    tape.launch("router_norm_backward", blocks, &arguments);
+    let [grad, beyond] = [10, 11].map(|seed| tape.with(&numbers(rows * width, seed)));
+    let rounded = tape.room::<u16>(rows * width);
+    let vectors = banded(&mut tape, [3, rows, width], |tape, partial, bands| {
+        let given = [later, factors, weight, grad, beyond, decay, before];
+        let made = [own, rounded, to_before, partial].map(Argument::from);
+        let arguments = [&given.map(Argument::from)[..], &made, &sizes].concat();
+        tape.launch("router_norm_backward", bands, &arguments);
+    });
     // From a bf16 projection.
-    let projected = tape.with(&super::bf16(&numbers(rows * WIDTH, 3)));
-    let [wide, narrow_normed] = [(); 2].map(|()| tape.room::<f32>(rows * WIDTH));
+    let projected = tape.with(&super::bf16(&numbers(rows * width, 3)));
+    let [wide, narrow_normed] = [(); 2].map(|()| tape.room::<f32>(rows * width));
     let narrow_factors = tape.room::<f32>(rows);
     let places = [projected, wide, bias, before, decay, weight, narrow_normed, narrow_factors];
     let arguments = [&places.map(Argument::from)[..], &sizes, &eps].concat();
     tape.launch("router_norm_bf16", blocks, &arguments);
-    let [one, two] = [12, 13].map(|seed| tape.with(&numbers(rows * WIDTH, seed)));
-    let vectors = banded(&mut tape, [5, rows, WIDTH], |tape, partial, blocks| {
-        let places = [later, factors, grad, own, before, one, two, partial].map(Argument::from);
-        tape.launch("router_vectors", blocks, &[&places[..], &sizes].concat());
-    });
-
-    let values: Vec<f32> = numbers(rows * WIDTH, 5).iter().map(|value| value * 7.0).collect();
-    let x = tape.with(&values);
-    let [out, to_x] = [(); 2].map(|()| tape.room::<f32>(rows * WIDTH));
-    let places = [x, bias, out].map(Argument::from);
-    let blocks = (rows * WIDTH).div_ceil(256);
-    tape.launch("bias_gelu", blocks, &[&places[..], &sizes].concat());
-    let places = [x, before, to_x].map(Argument::from);
-    tape.launch("gelu_backward", blocks, &[&places[..], &sizes].concat());
+    let values: Vec<f32> = numbers(rows * width, 5).iter().map(|value| value * 7.0).collect();
+    let gelu = Gelu::new(&mut tape, [rows, width], &values, [bias, before]);
 
     let logits = tape.with(&numbers(rows * classes, 6));
     let balance = tape.with(&balance(classes));
@@ -139,7 +217,7 @@ fn router(rows: usize, classes: usize) -> Router {
         states: [first, later, normed, own, to_before],
         narrow: [rounded, wide],
         vectors,
-        gelu: [x, out, to_x],
+        gelu,
         choice: [probabilities, choice, weight],
         logits: to_logits,
     }
@@ -152,7 +230,7 @@ fn balance(classes: usize) -> Vec<f32> {
 #[test]
 fn routers_agree_with_libtorch() {
     for (rows, classes) in [(1, 1), (40, 9), (77, 65)] {
-        let router = router(rows, classes);
+        let router = router([rows, WIDTH, classes]);
         let played = router.tape.play();
         let shape = [rows as i64, WIDTH as i64];
         let of = |seed| tensor(&numbers(rows * WIDTH, seed), &shape);
@@ -173,21 +251,18 @@ fn routers_agree_with_libtorch() {
         let projected = of(3).to_kind(Kind::BFloat16).to_kind(Kind::Float);
         let state = projected + &bias + of(4) * decay;
         assert_eq!(left_bits(&played, router.narrow[1]), bits_of(&state));
-        let wide = |x: Tensor| x.to_kind(Kind::Double);
-        let (own, before) = (wide(own), wide(of(4)));
-        let all = [&own * before, wide(of(12)), wide(of(13))];
-        let all = all.iter().map(|x| x.sum_dim_intlist(0, false, Kind::Double));
-        let own = own.sum_dim_intlist(0, false, Kind::Double);
-        let wanted: Vec<_> = [wide(made(of_weight)), own].into_iter().chain(all).collect();
-        let within = 1e-6 * (rows as f64).sqrt();
-        close(&played.read::<f32>(router.vectors), &Tensor::cat(&wanted, 0), within);
+        let values = |x: &Tensor| Vec::<f32>::try_from(&x.reshape([-1])).unwrap();
+        let sums = |x: &Tensor| column_sums(&values(x), WIDTH);
+        let all = [bits_of(&made(of_weight)), sums(&own), sums(&(&own * of(4)))].concat();
+        assert_eq!(left_bits(&played, router.vectors), all);
 
         let x = of(5) * 7.0 + bias;
-        assert_eq!(left_bits(&played, router.gelu[0]), bits_of(&x));
         let exact = x.to_kind(Kind::Double);
-        close(&played.read::<f32>(router.gelu[1]), &exact.gelu("none"), 1e-7);
+        close(&played.read::<f32>(router.gelu.out), &exact.gelu("none"), 1e-7);
         let back = exact.gelu_backward(&of(4).to_kind(Kind::Double), "none");
-        close(&played.read::<f32>(router.gelu[2]), &back, 3e-7);
+        let to_x = played.read::<f32>(router.gelu.to_x);
+        close(&to_x, &back, 3e-7);
+        assert_eq!(left_bits(&played, router.gelu.to_bias), column_sums(&to_x, WIDTH));
 
         let logits = tensor(&numbers(rows * classes, 6), &[rows as i64, classes as i64]);
         let probabilities = tensor(&played.read(router.choice[0]), &logits.size());
@@ -227,8 +302,17 @@ fn ties_go_to_the_first() {
     assert!(bits(&played.read(weight))[2] > 0x7F80_0000);
 }
 
+/// Rows of the width of a model.
+pub(super) fn wide(shape: [usize; 3]) -> Tape {
+    router(shape).tape
+}
+
 pub(super) fn small() -> Vec<Tape> {
-    vec![embedding([40, 9, 33], false).tape, embedding([20, 5, 3], true).tape, router(20, 18).tape]
+    vec![
+        embedding([40, 9, 33], false).tape,
+        embedding([20, 5, 3], true).tape,
+        router([20, WIDTH, 18]).tape,
+    ]
 }
 
 /// Equal tokens far apart, and the maximum number of routed classes.
@@ -236,6 +320,6 @@ pub(super) fn large() -> Vec<Tape> {
     vec![
         embedding([600, 40, 260], false).tape,
         embedding([600, 400, 260], true).tape,
-        router(130, 65).tape,
+        router([130, WIDTH, 65]).tape,
     ]
 }

@@ -3,7 +3,7 @@
 /// e^x to about two units in the last place, in plain additions and multiplications, so that it is the same function on
 /// every processor: 2^n times a polynomial on half an octave around zero (coefficients of Cephes' expf).
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     /// Added to a number below 2^22, leaves its nearest integer in the last bits of the sum.
     const INTEGER: f32 = 12_582_912.0;
     /// log(2) in two parts; the first has few bits, so that its products are exact.

@@ -30,6 +30,8 @@ use super::{
 };
 use crate::shapes::note_matmul;
 use crate::{Result, ahead, product};
+#[cfg(test)]
+pub(crate) use exponential::exp;
 use memory::{apart, empty, integers, read, to_f32, write};
 
 /// The table for main memory. A change of its bits requires a new version.

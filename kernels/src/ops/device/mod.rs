@@ -70,16 +70,15 @@ impl DeviceTable {
     }
 }
 
-/// Maximum number of elements of a matrix with 32-bit indices. Threads of a last, partial block of 256 count past the
-/// end (`one` of `elements.h`), and must not wrap around to the beginning.
-const MOST: i64 = (1 << 32) - 256;
+/// Maximum number of elements of a matrix with 32-bit indices.
+const MOST: i64 = (1 << 32) - 1;
 
 /// Blocks of a kernel with 1,024 elements of a matrix each (`elements.h`), for at most [`MOST`] elements.
 fn blocks(rows: i64, width: i64) -> Result<i64> {
     let elements = rows.checked_mul(width).filter(|elements| *elements <= MOST);
     let refuse = || Error::Foreign {
         call: "launch a kernel",
-        reason: format!("a matrix of {rows} x {width} has more than 2^32 - 256 elements"),
+        reason: format!("a matrix of {rows} x {width} has 2^32 elements or more"),
     };
     Ok((elements.ok_or_else(refuse)? + 1023) / 1024)
 }
@@ -449,15 +448,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_matrix_whose_threads_cannot_be_counted_is_refused() {
+    fn a_matrix_whose_elements_cannot_be_counted_is_refused() {
         assert_eq!(blocks(0, 7).unwrap(), 0);
         assert_eq!(blocks(5, 205).unwrap(), 2);
-        // The last block of 256 is full: no thread counts past 2^32.
-        assert_eq!(blocks((1 << 24) - 1, 256).unwrap(), 1 << 22);
-        let widths = [(MOST + 1, 1), (1 << 24, 256), ((1 << 32) - 1, 1), (i64::MAX, 2)];
+        assert_eq!(blocks(MOST, 1).unwrap(), 1 << 22);
+        let widths = [(MOST + 1, 1), (1 << 24, 256), (i64::MAX, 2)];
         for (rows, width) in widths {
             let refused = blocks(rows, width).unwrap_err().to_string();
-            assert!(refused.contains("2^32 - 256"), "{refused}");
+            assert!(refused.contains("2^32 elements"), "{refused}");
         }
     }
 }

@@ -2,28 +2,23 @@
 
 use tch::{Kind, Tensor};
 
-use super::rows::{banded, lanes, of_bands};
+use super::rows::{banded, bands, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::operands::HiddenInputs;
-use crate::ops::{RouterGrads, RouterSaved, RouterWeights, Routes, check};
+use crate::ops::{ParamGradient, RouterGrads, RouterSaved, RouterWeights, Routes, check};
 
-/// `x += bias`, and `out = gelu(x)`.
+/// `out = gelu(x + bias)`.
 fn gelu(queue: &Queue, x: &Tensor, bias: &Tensor, out: &Tensor) -> Result<()> {
-    let shape = [x.size()[0], x.size()[1]];
-    one(queue, c"bias_gelu", shape, &[x, bias, out].map(Argument::from))
+    let [rows, width] = [x.size()[0], x.size()[1]];
+    let memory = [x, bias, out].map(Argument::from);
+    let arguments = [&memory[..], &[rows.into(), width.into()]].concat();
+    queue.launch(c"bias_gelu", patches(rows, width), &arguments)
 }
 
-/// Launches a kernel with one element per thread.
-fn one(
-    queue: &Queue,
-    kernel: &std::ffi::CStr,
-    [rows, width]: [i64; 2],
-    memory: &[Argument],
-) -> Result<()> {
-    super::blocks(rows, width)?;
-    let arguments = [memory, &[rows.into(), width.into()]].concat();
-    queue.launch(kernel, (rows * width + 255) / 256, &arguments)
+/// Blocks that have 32 columns of a band each.
+fn patches(rows: i64, width: i64) -> i64 {
+    bands(rows) * ((width + 31) / 32)
 }
 
 pub(super) fn router(
@@ -80,10 +75,20 @@ pub(super) fn router(
     Ok((Routes { choice, weight, state: Some(state) }, saved))
 }
 
-/// The backward pass of a GELU, into `out`.
-fn gelu_backward(queue: &Queue, x: &Tensor, grad: &Tensor, out: &Tensor) -> Result<()> {
-    let shape = [x.size()[0], x.size()[1]];
-    one(queue, c"gelu_backward", shape, &[x, grad, out].map(Argument::from))
+/// The backward pass of [`gelu`], into `out`; returns the gradient of the bias.
+fn gelu_backward(
+    queue: &Queue,
+    x: &Tensor,
+    bias: &Tensor,
+    grad: &Tensor,
+    out: &Tensor,
+) -> Result<ParamGradient> {
+    let [rows, width] = [x.size()[0], x.size()[1]];
+    let partial = queue.room(&[1, bands(rows), width], Kind::Float)?;
+    let memory = [x, bias, grad, out, &partial].map(Argument::from);
+    let arguments = [&memory[..], &[rows.into(), width.into()]].concat();
+    queue.launch(c"gelu_backward", patches(rows, width), &arguments)?;
+    of_bands(&partial, &[0], &[width])
 }
 
 pub(super) fn router_backward(
@@ -102,30 +107,28 @@ pub(super) fn router_backward(
     each(queue, c"router_backward", [rows, classes], &memory)?;
     let hidden = queue.room(&[2, rows, size], Kind::Float)?;
     let (first, second) = (hidden.f_get(0)?, hidden.f_get(1)?);
-    gelu_backward(queue, &saved.second, &logits.f_matmul(by.out)?, &second)?;
-    gelu_backward(queue, &saved.first, &second.f_matmul(by.fc2)?, &first)?;
+    let grad = logits.f_matmul(by.out)?;
+    let fc2_bias = gelu_backward(queue, &saved.second, by.fc2_bias, &grad, &second)?;
+    let grad = second.f_matmul(by.fc2)?;
+    let fc1_bias = gelu_backward(queue, &saved.first, by.fc1_bias, &grad, &first)?;
     let squares = over_rows(&hidden, saved.stacked()?)?;
     let inner = first.f_matmul(by.fc1)?;
-    let own = queue.room(&[rows, size], Kind::Float)?;
     let (decay, entered) = by.decay.zip(saved.before.as_ref()).unzip();
     let before = entered.map(|_| queue.room(&[rows, size], Kind::Float)).transpose()?;
+    let narrow = queue.room(&[rows, size], x.kind())?;
+    let (partial, _) = banded(queue, [3, rows, size])?;
     let or_nothing = |tensor: Option<_>| tensor.map_or(Argument::Nothing, Argument::from);
-    let memory = [&saved.state, &saved.factors, by.norm, &inner].map(Argument::from);
-    let rounded = match x.kind() {
-        Kind::Float => None,
-        kind => Some(queue.room(&[rows, size], kind)?),
+    let (own, rounded) = match x.kind() {
+        Kind::Float => ((&narrow).into(), Argument::Nothing),
+        _ => (Argument::Nothing, (&narrow).into()),
     };
-    let out = [Some(&own), rounded.as_ref(), before.as_ref()].map(or_nothing);
-    let rest = [&[or_nothing(state), or_nothing(decay)][..], &out].concat();
+    let memory = [&saved.state, &saved.factors, by.norm, &inner].map(Argument::from);
+    let given = [state, decay, entered].map(or_nothing);
+    let out = [own, rounded, or_nothing(before.as_ref()), (&partial).into()];
     let sizes = [rows, size].map(Argument::from);
-    let arguments = [&memory[..], &rest, &sizes].concat();
-    queue.launch(c"router_norm_backward", lanes(rows), &arguments)?;
-    let (partial, blocks) = banded(queue, [5, rows, size])?;
-    let memory = [&saved.state, &saved.factors, &inner, &own].map(Argument::from);
-    let rest = [or_nothing(entered), (&first).into(), (&second).into(), (&partial).into()];
-    queue.launch(c"router_vectors", blocks, &[&memory[..], &rest, &sizes].concat())?;
+    let arguments = [&memory[..], &given, &out, &sizes].concat();
+    queue.launch(c"router_norm_backward", bands(rows), &arguments)?;
     let vector = |which| of_bands(&partial, &[which], &[size]);
-    let narrow = rounded.unwrap_or(own);
     let down = match by.part {
         true => narrow.f_to_kind(Kind::Float)?.f_tr()?.f_matmul(&x.f_to_kind(Kind::Float)?)?,
         false => narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?,
@@ -138,9 +141,9 @@ pub(super) fn router_backward(
         decay: decay.map(|_| vector(2)).transpose()?,
         norm: vector(0)?,
         fc1: squares.f_get(0)?,
-        fc1_bias: vector(3)?,
+        fc1_bias,
         fc2: squares.f_get(1)?,
-        fc2_bias: vector(4)?,
+        fc2_bias,
         out: over_rows(&logits.f_unsqueeze(0)?, &saved.second_out.f_unsqueeze(0)?)?.f_get(0)?,
     })
 }
