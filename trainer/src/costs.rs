@@ -8,12 +8,14 @@
 mod counted;
 pub mod matmuls;
 
+use std::collections::BTreeSet;
+
 use curriculum::Dtype;
 
 use self::matmuls::{MatmulCount, MicroBatchShape};
 use crate::model::{
-    ActivationCheckpointing, Attention, Cut, FeedForward, LogitsDtype, MicroBatchOptions,
-    RouterKind, ZayaConfig,
+    ActivationCheckpointing, Assignment, Attention, ChunkGrid, Cut, FeedForward, LogitsDtype,
+    MicroBatchOptions, RouterKind, ZayaConfig,
 };
 
 /// Model FLOPs of forward and backward over `tokens`, which layer by layer are sent to experts `routed` times, with
@@ -223,9 +225,17 @@ pub(crate) fn activation_bytes(
     }
 }
 
-/// Bytes of one layer's keys and values of all chunks of a shared micro-batch, and of their gradients in f32.
-pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
-    2 * (narrow(dtype) + 4) * config.key_size() as u64 * tokens
+/// The most bytes of one layer's keys and values that a rank has of a shared micro-batch whose sequences are one
+/// document each, and of their gradients in f32.
+pub(crate) fn gathered_bytes(
+    config: &ZayaConfig,
+    grid: ChunkGrid,
+    dealt: Assignment,
+    dtype: Dtype,
+) -> u64 {
+    let windows: BTreeSet<_> = config.windows().collect();
+    let keys = windows.into_iter().map(|window| grid.gathered(dealt, window));
+    2 * (narrow(dtype) + 4) * config.key_size() as u64 * keys.max().unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ use crate::mesh::share::MESSAGES;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, AxisGroup};
 use crate::mesh::{Degrees, GradReduce, Mesh, gather};
-use crate::model::{Cut, ParamSpec, WeightShards};
+use crate::model::{Assignment, ChunkGrid, Cut, ParamSpec, WeightShards};
 use crate::optim::{OptimizerRule, together};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, ParamShard};
@@ -158,7 +158,10 @@ impl<'a> Parallelism<'a> {
         let ranks = u64::from(mesh.together());
         let here = Cut { chunks: cut.chunks / ranks, ..*cut };
         let tokens = placed.micro_batch * u64::from(placed.seq_len);
-        let shared = if ranks > 1 { costs::gathered_bytes(config, tokens, dtype) } else { 0 };
+        let dealt = Assignment { chunks: cut.chunks, degree: ranks, place: 0 };
+        let grid = ChunkGrid::new(placed.micro_batch, placed.seq_len.into(), cut.chunks);
+        let gathered = || costs::gathered_bytes(config, grid, dealt, dtype);
+        let shared = if ranks > 1 { gathered() } else { 0 };
         let (tokens, options) = (tokens / ranks, workers.options().cut(here));
         let activations =
             costs::activation_bytes(config, tokens, shared, options, dtype, on_device);

@@ -5,9 +5,8 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use kernels::ops::AttentionSpan;
-use kernels::tree::blocks;
 
-use super::line::{Assignment, Rows, SharedRows};
+use super::line::{Assignment, Rows};
 
 /// Rows before and after a document's part that its convolutions read: each of the two sees the token before.
 pub(super) const REACH: i64 = 2;
@@ -16,11 +15,11 @@ pub(super) const REACH: i64 = 2;
 #[derive(Clone, Copy)]
 pub struct ChunkGrid {
     /// Tokens in a sequence.
-    pub length: i64,
+    pub(super) length: i64,
     /// Tokens of a sequence in a chunk.
-    pub width: i64,
+    pub(super) width: i64,
     /// Sequences.
-    pub rows: i64,
+    pub(super) rows: i64,
 }
 
 /// The part of a document in a chunk.
@@ -35,6 +34,18 @@ pub(super) struct DocumentPart {
 }
 
 impl ChunkGrid {
+    /// Of `rows` sequences of `seq_len` tokens in `chunks` chunks.
+    pub fn new(rows: u64, seq_len: u64, chunks: u64) -> ChunkGrid {
+        let [rows, length, width] = [rows, seq_len, seq_len / chunks].map(u64::cast_signed);
+        ChunkGrid { length, width, rows }
+    }
+
+    /// Every sequence as one document.
+    pub(crate) fn documents(self) -> Vec<AttentionSpan> {
+        let whole = |row| AttentionSpan::whole(row * self.length, self.length);
+        (0..self.rows).map(whole).collect()
+    }
+
     /// The row of a token in the order of chunks.
     pub(super) fn row(self, sequence: i64, place: i64) -> i64 {
         let ChunkGrid { width, rows, .. } = self;
@@ -68,14 +79,6 @@ impl ChunkGrid {
         self.chunk(begins)..self.chunk(begins + document.len - 1) + 1
     }
 
-    /// The rows of a document in one of its chunks.
-    pub(super) fn rows_of(self, document: AttentionSpan, chunk: u64) -> Rows {
-        let (sequence, begins) = (document.start / self.length, document.start % self.length);
-        let first = begins.max(chunk as i64 * self.width);
-        let end = (begins + document.len).min((chunk as i64 + 1) * self.width);
-        Rows { chunk, first: self.row(sequence, first), len: end - first }
-    }
-
     /// Rows in chunks of other ranks that convolutions and the value shift of the chunks of `place` read, ascending.
     pub(super) fn beside(
         self,
@@ -99,44 +102,6 @@ impl ChunkGrid {
             }));
         }
         rows.into_iter().filter(|rows| dealt.place_of(rows.chunk) != place).collect()
-    }
-
-    /// How many rows all ranks together send.
-    pub fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
-        let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
-        let mut all = SharedRows { states, ..SharedRows::default() };
-        for place in 0..dealt.degree {
-            all.beside += self.beside(dealt, documents, place).len() as u64;
-            let earlier = self.earlier(dealt, documents, place);
-            all.earlier += earlier.iter().map(|rows| rows.len as u64).sum::<u64>();
-        }
-        for document in documents {
-            let reach = self.reach(*document);
-            for chunk in reach.clone() {
-                let others = (0..dealt.degree).filter(|place| *place != dealt.place_of(chunk));
-                let runs = others.flat_map(|place| dealt.runs(chunk..reach.end, place));
-                let count = runs.map(|run| blocks(run.start, run.end).len() as u64).sum::<u64>();
-                all.sums += count * self.rows_of(*document, chunk).len as u64;
-            }
-        }
-        all
-    }
-
-    /// Rows of other ranks that queries of the chunks of `place` see, document after document.
-    pub(super) fn earlier(
-        self,
-        dealt: Assignment,
-        documents: &[AttentionSpan],
-        place: u64,
-    ) -> Vec<Rows> {
-        let of = |document: &AttentionSpan| {
-            let (document, reach) = (*document, self.reach(*document));
-            let last = reach.clone().rfind(|chunk| dealt.place_of(*chunk) == place);
-            let before = reach.start..last.unwrap_or(reach.start);
-            let others = before.filter(move |chunk| dealt.place_of(*chunk) != place);
-            others.map(move |chunk| self.rows_of(document, chunk))
-        };
-        documents.iter().flat_map(of).collect()
     }
 }
 

@@ -1,7 +1,6 @@
 //! Bytes that ranks send each other for a micro-batch which they share. A test counts what a training run sends.
 
 use curriculum::Dtype;
-use kernels::ops::AttentionSpan;
 use kernels::tree::blocks;
 use trainer::mesh::Mesh;
 use trainer::mesh::slices::Slices;
@@ -44,13 +43,12 @@ pub(super) fn operand_bytes(
     options: MicroBatchOptions,
     dtype: Dtype,
 ) -> u64 {
-    let (chunks, length) = (options.cut.chunks, seq_len as i64);
-    let dealt = Assignment { chunks, degree, place: 0 };
-    let grid = ChunkGrid { length, width: length / chunks as i64, rows: rows as i64 };
-    let documents: Vec<AttentionSpan> =
-        (0..rows as i64).map(|row| AttentionSpan::whole(row * length, length)).collect();
-    let sent = grid.shared(dealt, &documents);
-    let layers = config.kinds().map(|(kind, _)| {
+    let dealt = Assignment { chunks: options.cut.chunks, degree, place: 0 };
+    let grid = ChunkGrid::new(rows, seq_len, dealt.chunks);
+    let window = (config.sliding_window > 0).then_some(config.sliding_window);
+    let [full, sliding] = [None, window].map(|window| grid.shared(dealt, window));
+    let layers = config.kinds().zip(config.windows()).map(|((kind, _), window)| {
+        let sent = if window.is_some() { sliding } else { full };
         let [forward, back] = attention_sent(config, kind, dtype, sent);
         match options.keep {
             ActivationCheckpointing::Everything => forward + back,
