@@ -197,8 +197,8 @@ proptest! {
         }
     }
 
-    /// Whole blocks of keys before the window may be left out, and the other keys before it may be any: in our own tables
-    /// no bit of any result changes.
+    /// Whole blocks of keys before the window may be left out, and the other keys before it may be any: in our own
+    /// tables no bit of any result changes.
     #[test]
     fn keys_before_the_window_do_not_matter(
         (before, len) in (0i64..1000, 1i64..40),
