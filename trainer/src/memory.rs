@@ -154,15 +154,15 @@ impl<'a> Parallelism<'a> {
         };
         let places = (0..mesh.together()).map(place).collect::<Result<Vec<_>>>()?;
         let fold = |place| WeightShards::new(mesh.tsp, place, &spec.parameters, cut.shards);
-        // The last rank has the fewest earlier keys to receive and its queries see the most.
-        let last = |degree: u32| RankPlace { degree: degree.into(), place: u64::from(degree) - 1 };
+        // The first rank also has the last chunk, whose queries see the keys of all others.
+        let first = |degree: u32| RankPlace { degree: degree.into(), place: 0 };
         let shape = MicroBatchShape {
             keep: workers.keep(),
             cut: *cut,
             dtype,
             on_device,
-            shared: last(mesh.together()),
-            folded: last(mesh.tsp),
+            shared: first(mesh.together()),
+            folded: first(mesh.tsp),
             ..MicroBatchShape::whole(placed.micro_batch, placed.seq_len.into())
         };
         let activations = costs::of_micro_batch(config, shape)?.activations;

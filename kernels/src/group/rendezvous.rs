@@ -35,7 +35,7 @@ use std::time::Duration;
 
 use super::clock::{LOOK, lived};
 use super::whereabouts::RankProgress;
-use super::{Group, KeyValueStore, RankAddress, RunKey, UnauthenticatedConnections};
+use super::{Group, KeyValueStore, RankAddress, UnauthenticatedConnections};
 use crate::{Error, Result};
 
 /// How long connecting the ranks that have met may take: all of them were present a moment ago.
@@ -340,13 +340,12 @@ impl Rendezvous {
     }
 }
 
-/// The launcher's side: it knows which processes have ended, and reports this to the ranks at once.
+/// The launcher's side: it knows which processes have ended, and reports this to the ranks at once. It holds the store
+/// itself, so it asks without a connection, however often.
 #[derive(Debug)]
 pub struct Agent {
     store: KeyValueStore,
-    port: u16,
     name: String,
-    key: RunKey,
     generation: u64,
     members: Vec<u32>,
     ended: BTreeMap<u32, String>,
@@ -354,23 +353,20 @@ pub struct Agent {
     back: BTreeMap<u32, u64>,
     /// The list of these ranks that the store has.
     awaited: Vec<u32>,
-    timeout: Duration,
 }
 
 impl Agent {
-    /// For `count` ranks whose places have this name and that meet on this machine at `port`.
-    pub fn open(
-        port: u16,
-        name: &str,
-        key: &RunKey,
-        count: u32,
-        timeout: Duration,
-    ) -> Result<Agent> {
-        let store = KeyValueStore::connect("127.0.0.1", port, &meeting(name), key, timeout)?;
-        let (name, key, members) = (name.to_owned(), key.clone(), (0..count).collect());
-        let (generation, ended) = (0, BTreeMap::new());
-        let (back, awaited) = (BTreeMap::new(), Vec::new());
-        Ok(Agent { store, port, name, key, generation, members, ended, back, awaited, timeout })
+    /// For `count` ranks whose places have this name and that meet in this store.
+    pub fn new(store: &KeyValueStore, name: &str, count: u32) -> Agent {
+        Agent {
+            store: store.named(&meeting(name)),
+            name: name.to_owned(),
+            generation: 0,
+            members: (0..count).collect(),
+            ended: BTreeMap::new(),
+            back: BTreeMap::new(),
+            awaited: Vec::new(),
+        }
     }
 
     /// Publishes that the process of `rank`, which had ended, was restarted and will join.
@@ -386,13 +382,17 @@ impl Agent {
         self.back.contains_key(&rank)
     }
 
-    /// The last progress of each rank of the newest generation; `None` for a rank that has not published any.
-    pub fn whereabouts(&mut self) -> Result<Vec<(u32, Option<RankProgress>)>> {
-        self.members()?;
-        let name = generation_name(&self.name, self.generation);
-        let store = KeyValueStore::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
+    /// The last progress of each rank of the generation that [`Agent::members`] found; `None` for a rank that has not
+    /// published any.
+    pub fn whereabouts(&self) -> Result<Vec<(u32, Option<RankProgress>)>> {
+        let store = self.generation_store();
         let of = |(at, rank): (u32, &u32)| Ok((*rank, RankProgress::find(&store, at)?));
         (0..).zip(&self.members).map(of).collect()
+    }
+
+    /// The part of the store that belongs to this generation.
+    fn generation_store(&self) -> KeyValueStore {
+        self.store.named(&generation_name(&self.name, self.generation))
     }
 
     /// Publishes that the process of `rank` has ended, well or as `how` says.
@@ -441,10 +441,8 @@ impl Agent {
         }
         let how = |rank: &u32| format!("rank {rank}: {}", self.ended[rank]);
         let how: Vec<String> = lost.iter().map(how).collect();
-        let name = generation_name(&self.name, self.generation);
-        let store = KeyValueStore::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
         let numbers: Vec<u32> = lost.iter().filter_map(position).map(|at| at as u32).collect();
-        store.lose(&numbers, &format!("a rank has ended: {}", how.join("; ")))
+        self.generation_store().lose(&numbers, &format!("a rank has ended: {}", how.join("; ")))
     }
 }
 

@@ -172,6 +172,11 @@ impl Server {
         self.held.answer(request)
     }
 
+    #[cfg(test)]
+    pub(super) fn connections(&self) -> u64 {
+        self.held.callers().came
+    }
+
     /// The error of a shortage that has lasted too long.
     pub(super) fn trouble(&self) -> Option<io::Error> {
         let short = self.held.callers().short;

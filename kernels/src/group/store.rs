@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::clock::{LOOK, lived};
@@ -30,7 +30,7 @@ pub(super) const FAULT: &str = "fault";
 /// count, as it was not the store that was slow.
 #[derive(Debug)]
 pub struct KeyValueStore {
-    way: Backend,
+    way: Arc<Backend>,
     port: u16,
     /// Prefix of every key.
     name: String,
@@ -120,7 +120,23 @@ impl KeyValueStore {
 
     fn new(way: Backend, port: u16, name: &str, timeout: Duration) -> KeyValueStore {
         let timeout = AtomicU64::new(timeout.as_millis() as u64);
-        KeyValueStore { way, port, name: name.to_owned(), timeout }
+        KeyValueStore { way: Arc::new(way), port, name: name.to_owned(), timeout }
+    }
+
+    /// The same store, without another connection, under another prefix of every key.
+    pub(super) fn named(&self, name: &str) -> KeyValueStore {
+        let timeout = AtomicU64::new(self.timeout.load(Ordering::Relaxed));
+        let way = Arc::clone(&self.way);
+        KeyValueStore { way, port: self.port, name: name.to_owned(), timeout }
+    }
+
+    /// How many connections came to the store that this process holds.
+    #[cfg(test)]
+    pub(super) fn connections(&self) -> Option<u64> {
+        match &*self.way {
+            Backend::Here(server) => Some(server.connections()),
+            Backend::There(_) => None,
+        }
     }
 
     /// Sets the timeout of answers from here on.
@@ -133,7 +149,7 @@ impl KeyValueStore {
         let key = &format!("{}{key}", self.name);
         let (request, call) = (Request { what, key, value }, "ask the store");
         let gone = || Error::Foreign { call, reason: "the store does not answer".to_owned() };
-        let connection = match &self.way {
+        let connection = match &*self.way {
             Backend::Here(server) => {
                 self.check()?;
                 return Ok(server.answer(&request));
@@ -152,7 +168,7 @@ impl KeyValueStore {
 
     /// Fails if this process holds the store and lacks files or threads to accept connections.
     pub fn check(&self) -> Result<()> {
-        let Backend::Here(server) = &self.way else { return Ok(()) };
+        let Backend::Here(server) = &*self.way else { return Ok(()) };
         match server.trouble() {
             Some(error) => Err(Error::Short { call: "hear the ranks at their store", error }),
             None => Ok(()),

@@ -548,7 +548,7 @@ fn so_do_they_where_the_store_is_lost_with_the_rank_that_held_it() {
 #[test]
 fn nobody_goes_on_with_too_few_nor_waits_for_whom_the_others_left() {
     let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
-    let mut agent = Agent::open(store.port(), "test/", &RunKey::default(), 3, SECONDS).unwrap();
+    let mut agent = Agent::new(&store, "test/", 3);
     let meets = |rank: u32| {
         let place = place(rank, 3, store.port());
         let group = Group::alone();
@@ -568,4 +568,27 @@ fn nobody_goes_on_with_too_few_nor_waits_for_whom_the_others_left() {
     assert_eq!((agent.members().unwrap(), second.members()), (&[0, 1][..], &[0, 1][..]));
     let late = third.agree(&[], 1, SECONDS).unwrap_err().to_string();
     assert!(late.contains("the other ranks went on without rank 2"), "{late}");
+}
+
+#[test]
+fn a_launcher_asks_its_own_store_without_a_connection() {
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let mut agent = Agent::new(&store, "test/", 2);
+    thread::scope(|scope| {
+        for rank in 0..2 {
+            let place = place(rank, 2, store.port());
+            scope.spawn(move || Group::open(&place, SECONDS, &|_| ()).unwrap().reached("step 1"));
+        }
+    });
+    let ranks = store.connections();
+    assert_eq!(ranks, Some(2));
+    for _ in 0..20 {
+        assert_eq!(agent.members().unwrap(), [0, 1]);
+        let places = agent.whereabouts().unwrap().into_iter();
+        let places: Vec<_> = places.map(|(rank, at)| (rank, at.unwrap().place)).collect();
+        assert_eq!(places, [0, 1].map(|rank| (rank, "step 1".to_owned())));
+    }
+    agent.ended(1, false, "killed").unwrap();
+    assert!(store.find("fault").unwrap().unwrap().contains("rank 1: killed"));
+    assert_eq!(store.connections(), ranks);
 }

@@ -48,9 +48,9 @@ pub use device::choice::{ANSWERS, ATTENTION, CHOICES, GROUPED, KernelChoice};
 pub(crate) use device::wide::multiplies as multiplies_wide;
 pub use operands::{
     Attended, Attention, AttentionGrads, AttentionSpan, BandSums, ConvShift, ConvShiftGrads,
-    CrossEntropy, CrossEntropyGrads, Dispatch, ExpertGradient, NewtonSchulz, NewtonSchulzIterate,
-    NormBack, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
-    ResidualScaling, RouterGrads, RouterSaved, RouterWeights, Routes, UsedExperts,
+    CrossEntropy, CrossEntropyGrads, Dispatch, ExpertGradient, KEY_BLOCK, NewtonSchulz,
+    NewtonSchulzIterate, NormBack, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads,
+    ResidualGrads, ResidualScaling, RouterGrads, RouterSaved, RouterWeights, Routes, UsedExperts,
 };
 pub use update::{AdamWStep, CHUNK, Update, UpdateRule};
 

@@ -190,6 +190,10 @@ pub struct QueryKeyGrads {
     pub bias: ParamGradient,
 }
 
+/// Keys before every window may be left out of a span in multiples of this number: the blocks of keys of each table
+/// begin at the span's first key, and their lengths divide it, so no bit of our own kernels changes.
+pub const KEY_BLOCK: i64 = 256;
+
 /// Tokens `start..start + len` that see only each other and the earlier tokens of their document: a document or a part
 /// of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,7 +202,8 @@ pub struct AttentionSpan {
     pub start: i64,
     /// How many.
     pub len: i64,
-    /// Earlier tokens of the document, for which only keys and values are present.
+    /// Earlier tokens of the document, for which only keys and values are present. With a window those before it may be
+    /// left out, see [`KEY_BLOCK`].
     pub before: i64,
 }
 

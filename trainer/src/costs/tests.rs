@@ -199,3 +199,33 @@ fn every_way_to_compute_is_counted() {
         }
     }
 }
+
+/// Four ranks send each other the keys and values of a window before each of their eighths, and the gradients of these,
+/// f32; and the losses of all tokens.
+#[test]
+fn a_window_bounds_what_ranks_send() {
+    let config = ZayaConfig {
+        layers: vec![Attention::Gqa],
+        feed_forward: vec![FeedForward::Mlp],
+        num_hidden_layers: 1,
+        sliding_window: 51,
+        layer_types: vec![LayerType::Sliding],
+        ..ZayaConfig::preset("zaya1-nano").unwrap()
+    };
+    let sent = |config: &ZayaConfig| -> u64 {
+        let of = |place| MicroBatchShape {
+            cut: Cut { chunks: 8, shards: 1 },
+            dtype: Dtype::F32,
+            shared: RankPlace { degree: 4, place },
+            ..MicroBatchShape::whole(2, 800)
+        };
+        (0..4).map(|place| count(config, of(place)).unwrap().operands).sum()
+    };
+    let (both, losses) = (2 * 4 * config.key_size() as u64, 4 * 1600 * 3);
+    // Chunks 0 to 7 have the ranks 0, 1, 2, 3, 3, 2, 1, 0: six edges between ranks, in both sequences. Keys and values
+    // are sent for the forward pass and for the backward pass.
+    assert_eq!(sent(&config), 3 * 6 * 2 * 50 * both + losses);
+    let full = ZayaConfig { layer_types: vec![LayerType::Full], sliding_window: 0, ..config };
+    // Rank 0 reads the chunks between its own, and so on.
+    assert!(sent(&full) > 2 * 2 * 100 * (6 + 5 + 4 + 3) * both + losses);
+}

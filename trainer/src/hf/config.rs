@@ -10,8 +10,8 @@ use store::manifest::TokenizerRecord;
 
 use super::family::HfModel;
 use crate::model::{
-    Attention, BalanceKind, FeedForward, LayerType, LogitsDtype, ResidualKind, RouterKind,
-    SkipOutput, ZayaConfig,
+    Attention, BalanceKind, FeedForward, LayerType, ResidualKind, RouterKind, SkipOutput,
+    ZayaConfig,
 };
 
 /// The software that wrote a folder.
@@ -190,9 +190,9 @@ pub fn read(text: &str, place: &str) -> Result<HfDescription> {
     Ok(HfDescription { config: ZayaConfig { skip, ..config }, layout, notes: reader.notes })
 }
 
-type Found = BTreeMap<String, Value>;
+pub(super) type Found = BTreeMap<String, Value>;
 
-struct Reader<'a> {
+pub(super) struct Reader<'a> {
     fields: &'a Map<String, Value>,
     place: &'a str,
     notes: Vec<String>,
@@ -200,11 +200,11 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     /// A field, if it is there and not null.
-    fn get(&self, key: &str) -> Option<&Value> {
+    pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.fields.get(key).filter(|value| !value.is_null())
     }
 
-    fn refuse(&self, key: &str, wanted: &str, why: &str) -> Fault {
+    pub(super) fn refuse(&self, key: &str, wanted: &str, why: &str) -> Fault {
         let found = self.fields.get(key).map_or_else(|| "nothing".to_owned(), Value::to_string);
         Fault::data(format!("this model cannot be taken over: {why}"))
             .at(format!("{}: {key}", self.place))
@@ -219,7 +219,7 @@ impl Reader<'_> {
     }
 
     /// A number, or the largest of a list: per-layer lists hold 0 for layers that lack the thing.
-    fn largest(&self, key: &str) -> Result<Option<i64>> {
+    pub(super) fn largest(&self, key: &str) -> Result<Option<i64>> {
         let largest = match self.get(key) {
             None => return Ok(None),
             Some(Value::Array(list)) => list.iter().filter_map(Value::as_i64).max(),
@@ -230,7 +230,7 @@ impl Reader<'_> {
         largest.map(Some).ok_or_else(fault)
     }
 
-    fn only(&self, key: &str, wanted: &Value, why: &str) -> Result<()> {
+    pub(super) fn only(&self, key: &str, wanted: &Value, why: &str) -> Result<()> {
         match self.get(key) {
             Some(value) if value != wanted => Err(self.refuse(key, &wanted.to_string(), why)),
             _ => Ok(()),
@@ -378,7 +378,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn shared(&self) -> Found {
+    pub(super) fn shared(&self) -> Found {
         self.named(SHARED.iter().chain(&OWN))
     }
 
@@ -387,82 +387,8 @@ impl Reader<'_> {
         keys.filter_map(|key| Some(((*key).to_owned(), self.get(key)?.clone()))).collect()
     }
 
-    fn zyphra(&mut self) -> Result<Found> {
-        let truth = [
-            ("cca", "attention is not compressed and convolved"),
-            ("zaya_use_mod", "it has no skip class"),
-            ("zaya_use_eda", "its router states do not run through the layers"),
-            ("scale_residual_merge", "it does not scale its residuals"),
-            ("gated_linear_unit", "its experts are not gated"),
-        ];
-        for (key, why) in truth {
-            self.only(key, &json!(true), why)?;
-        }
-        self.only("clamp_temp", &json!(false), "its key temperatures are exponents")?;
-        self.only("add_bias_linear", &json!(false), "its experts have biases")?;
-        self.only("activation_func", &json!("swiglu"), "its experts have another activation")?;
-        self.only("normalization", &json!("RMSNorm"), "it has another norm")?;
-        if self.largest("swa_layers")?.unwrap_or(0) > 0 {
-            let why = "its layers attend to a window, which this model does not";
-            return Err(self.refuse("swa_layers", "0 for every layer", why));
-        }
-        let mut found = self.shared();
-        found.remove("hidden_act");
-        let mut set = |key: &str, value: Option<i64>| {
-            if let Some(value) = value {
-                found.insert(key.to_owned(), value.into());
-            }
-        };
-        let feed = match self.largest("ffn_hidden_size_list")? {
-            Some(size) => Some(size),
-            None => self.largest("ffn_hidden_size")?,
-        };
-        set("moe_intermediate_size", feed.map(|both| both / 2));
-        set("router_hidden_size", self.largest("zaya_mlp_expansion")?);
-        set("num_experts_per_tok", self.largest("moe_router_topk")?);
-        set("head_dim", self.largest("head_dim")?.or(self.largest("kv_channels")?));
-        let groups = self.largest("num_query_groups_list")?.or(self.largest("num_query_groups")?);
-        set("num_key_value_heads", groups.or(self.largest("num_key_value_heads")?));
-        let (layers, experts) = self.halves()?;
-        set("num_hidden_layers", Some(layers));
-        set("num_experts", experts);
-        if let Some(heads) = self.largest("cca_num_q_heads")? {
-            set("num_attention_heads", Some(heads));
-            self.note("num_attention_heads", "cca_num_q_heads", heads);
-        }
-        if let Some(eps) = self.get("norm_epsilon") {
-            found.insert("rms_norm_eps".to_owned(), eps.clone());
-        }
-        if self.get("zaya_high_prec") == Some(&json!(true)) {
-            found.insert("logits_dtype".to_owned(), json!(LogitsDtype::F32.name()));
-        }
-        Ok(found)
-    }
-
-    /// The number of our layers (an attention and its experts) and of experts of each; `zaya_layers` overrides the
-    /// other fields.
-    fn halves(&mut self) -> Result<(i64, Option<i64>)> {
-        let Some(value) = self.get("zaya_layers") else {
-            let halves = self.largest("num_hidden_layers")?.unwrap_or(80);
-            return Ok((halves / 2, self.largest("num_experts")?));
-        };
-        let list = value.as_array().cloned().unwrap_or_default();
-        let pairs: Vec<_> = list.chunks(2).collect();
-        let experts = self.largest("zaya_layers")?;
-        let paired = |pair: &&[Value]| {
-            pair.len() == 2 && pair[0].as_str() == Some("a") && pair[1].as_i64() == experts
-        };
-        if pairs.is_empty() || !pairs.iter().all(paired) {
-            let why = "its layers do not take turns, attention first";
-            return Err(self.refuse("zaya_layers", "[\"a\", 16, \"a\", 16, ...]", why));
-        }
-        let (layers, halves) = (pairs.len() as i64, list.len() as i64);
-        self.note("num_hidden_layers", "zaya_layers", halves);
-        Ok((layers, experts))
-    }
-
     /// Notes that one field overrides another.
-    fn note(&mut self, stale: &str, believed: &str, value: i64) {
+    pub(super) fn note(&mut self, stale: &str, believed: &str, value: i64) {
         if let Some(other) = self.get(stale).filter(|other| other.as_i64() != Some(value)) {
             self.notes
                 .push(format!("{stale} says {other}, {believed} says {value}: the latter holds"));
@@ -498,7 +424,7 @@ impl Reader<'_> {
             (Some(inner), Some(sliding)) => self.sliding_rope(inner, sliding, found),
             (None, _) if !found.contains_key("rope_theta") => {
                 // The class's own.
-                found.insert("sliding_rope_theta".to_owned(), json!(1e4));
+                found.entry("sliding_rope_theta".to_owned()).or_insert_with(|| json!(1e4));
                 Ok(())
             }
             _ => Ok(()),
@@ -530,7 +456,7 @@ impl Reader<'_> {
 }
 
 /// The shortest list that repeats as `types`.
-fn shortest(mut types: Vec<LayerType>) -> Vec<LayerType> {
+pub(super) fn shortest(mut types: Vec<LayerType>) -> Vec<LayerType> {
     let repeats = |length: &usize| types.iter().zip(types[*length..].iter()).all(|(a, b)| a == b);
     let length = (1..types.len()).find(repeats).unwrap_or(types.len());
     types.truncate(length);

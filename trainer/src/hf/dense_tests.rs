@@ -345,6 +345,7 @@ fn a_model_that_transformers_lacks_is_refused_with_its_key() {
         ("partial_rotary_factor", of(ZayaConfig { partial_rotary_factor: 0.5, ..llama })),
     ];
     for (key, text) in cases {
-        assert!(text.contains(&format!("[model] {key}")), "{text}");
+        let next = "replay, fork and validate it with ztrain";
+        assert!(text.contains(&format!("[model] {key}")) && text.contains(next), "{text}");
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! family   which of these models a configuration is
-//! config   converts between config.json and our configuration, including the errors of released files
+//! config   converts between config.json and our configuration, including the errors of released files; zyphra: the
+//!          layout of Zyphra's first releases
 //! names    names of tensors in files: parts of experts, and Zyphra's older layout
 //! files    reads and writes the tensors of such a folder
 //! export   a model as a folder that `transformers` opens       import   such a folder as the initial weights of a run
@@ -19,6 +20,7 @@ mod files;
 pub mod import;
 mod names;
 mod start;
+mod zyphra;
 
 #[cfg(test)]
 mod dense_tests;

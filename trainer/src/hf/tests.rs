@@ -336,20 +336,61 @@ fn a_part_of_a_model_is_refused_by_the_tensors_name() {
     assert!(fault.to_string().contains("no place for the tensor model.layers.2."), "{fault}");
 }
 
+/// Reads `config.json` with one field changed.
+fn edited(mut value: Value, key: &str, to: Value) -> contract::Result<config::HfDescription> {
+    value[key] = to;
+    config::read(&value.to_string(), "config.json")
+}
+
+/// Zyphra counts the tokens before a query's own, for each half of a layer or for each attention.
+#[test]
+fn windows_of_zyphras_layout_are_read_or_refused_with_the_key() {
+    let wide = Fixture::read("wide").config;
+    let mut zyphra = zyphra_config(&wide);
+    zyphra["swa_layers"] = json!([128, 0, 0, 0, 128, 0]);
+    zyphra["swa_rotary_base"] = json!(20_000);
+    let wanted = ZayaConfig {
+        sliding_window: 129,
+        layer_types: vec![Sliding, Full],
+        sliding_rope_theta: 2e4,
+        skip: SkipOutput::Identity,
+        logits_dtype: LogitsDtype::F32,
+        ..wide
+    };
+    for (key, to) in [
+        ("sliding_window", json!(null)),
+        ("sliding_window", json!(129)),
+        ("swa_layers", json!([128, 0, 128])),
+        ("rope_theta", json!(null)),
+    ] {
+        let found = edited(zyphra.clone(), key, to).unwrap().config;
+        assert_eq!(found, ZayaConfig { rope_theta: found.rope_theta, ..wanted.clone() });
+    }
+    let none = edited(zyphra.clone(), "swa_layers", json!(vec![0; 6])).unwrap().config;
+    assert_eq!((none.sliding_window, none.sliding_rope_theta), (0, 0.0));
+    for (key, to) in [
+        ("swa_layers", json!([128, 0, 0, 0])),
+        ("swa_layers", json!([128, 0, 64, 0, 0, 0])),
+        ("swa_layers", json!([128, -1, 0])),
+        ("swa_layers", json!(128)),
+        ("swa_rotary_base", json!(null)),
+        ("sliding_window", json!(128)),
+    ] {
+        let fault = edited(zyphra.clone(), key, to).unwrap_err();
+        assert_eq!(fault.class(), Class::Data);
+        assert!(fault.to_string().contains(key), "{fault}");
+    }
+}
+
 #[test]
 fn a_model_that_is_computed_otherwise_is_refused_with_the_key() {
     let wide = Fixture::read("wide").config;
-    let edited = |mut value: Value, key: &str, to: Value| {
-        value[key] = to;
-        config::read(&value.to_string(), "config.json")
-    };
     let zyphra = zyphra_config(&wide);
     for (key, to) in [
         ("clamp_temp", json!(true)),
         ("zaya_use_mod", json!(false)),
         ("zaya_use_eda", json!(false)),
         ("zaya_layers", json!(["a", "a", 4, 4])),
-        ("swa_layers", json!([128, 0, 0, 0])),
         ("rope_scaling", json!({"type": "yarn"})),
         ("add_bias_linear", json!(true)),
     ] {

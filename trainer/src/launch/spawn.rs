@@ -78,8 +78,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     };
     let name = place::name(&|variable: &str| std::env::var(variable).ok());
     let watched = min_ranks.is_some() || supervised.is_some();
-    let agent = watched.then(|| Agent::open(store.port(), &name, &key, *count, START));
-    let elastic = agent.transpose().map_err(lost)?.map(|agent| Elastic::new(agent, *min_ranks));
+    let elastic = watched.then(|| Elastic::new(Agent::new(&store, &name, *count), *min_ranks));
     let ranks = (0..*count).map(|rank| Ok(Rank::new(rank, start(rank, false)?)));
     let ranks = ranks.collect::<Result<_>>()?;
     let supervision = supervised.clone().map(|supervised| supervised.begin(*stay));

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::agreement::same_bits;
 use super::cuts::{both, model_of};
+use super::parity::{Arrays, relative};
 use super::{
     ActivationCheckpointing, Attention, BalanceKind, Cut, FeedForward, LayerType,
     MicroBatchOptions, ResidualKind, RouterKind, SkipOutput, ZayaConfig, parameters,
@@ -178,6 +179,23 @@ fn windows_have_the_gradients_of_automatic_differentiation() {
         {
             model.assert_differentiated(&arrays, options);
         }
+    }
+}
+
+/// Keys of a long document that lie blocks before the window are not even operands of a chunk's attention.
+#[test]
+fn windows_of_long_documents_are_those_of_documents_in_one_chunk() {
+    let (model, short) = model_of(ZayaConfig {
+        layers: vec![Attention::Gqa],
+        sliding_window: 40,
+        layer_types: vec![LayerType::Sliding],
+        ..ZayaConfig::preset("zaya1-nano").unwrap()
+    });
+    let arrays = Arrays::new(short.tokens.repeat(4), 1, vec![vec![0, 30]]);
+    let [whole, cut] = [1, 4].map(|chunks| model.micro_batch(&arrays.input(), both(chunks, 1)));
+    assert!(relative(&cut.token_losses, &whole.token_losses) < 1e-6);
+    for (cut, whole) in cut.grads.iter().zip(&whole.grads) {
+        assert!(relative(cut, whole) < 1e-5);
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Chunk c is the c-th of C equal parts of every sequence. Every operation is called for one chunk at a time, so that
 //! its bits do not depend on the rank that computes the chunk. What a chunk reads of other chunks are operands, never
-//! sums: earlier keys and values ([`Chunk::keys`]), and the adjacent rows that convolutions and the value shift read
+//! sums: earlier keys and values ([`SeenKeys`]), and the adjacent rows that convolutions and the value shift read
 //! ([`Chunk::around`]). Both index a table: first the rows of the local chunks, in the order of chunks, then rows
 //! received from other ranks of the line ([`Chunks::beside`], [`Chunks::earlier`]). A process that has all chunks
 //! exchanges nothing.
@@ -12,8 +12,6 @@
 //!                  b0 b1 b2 b3 | b4 b5 b6 b7
 //! order of chunks  a0 a1 a2 a3 b0 b1 b2 b3 | a4 a5 a6 a7 b4 b5 b6 b7
 //! ```
-
-use std::cell::OnceCell;
 
 use contract::{Fault, Result};
 use kernels::device;
@@ -25,6 +23,7 @@ use super::grid::{ChunkGrid, REACH};
 use super::input::DeviceMicroBatch;
 use super::line::{Assignment, AxisComm, PendingTable, Rows, Table};
 use super::rotary::Rotary;
+use super::visible::{ByWindow, EarlierKeys, KeyPart, SeenKeys, Visibility};
 use crate::refusal::refused;
 
 /// Into how many parts a micro-batch is cut. This decides bits.
@@ -58,8 +57,7 @@ pub(super) struct Chunks<'a> {
     documents: Vec<AttentionSpan>,
     /// Includes the rows of other ranks that convolutions and the value shift read.
     beside: Table,
-    /// Includes the earlier keys and values of other ranks.
-    earlier: Table,
+    earlier: ByWindow<EarlierKeys>,
 }
 
 /// A part of every sequence.
@@ -72,46 +70,21 @@ pub(super) struct Chunk {
     pub(super) mask: Tensor,
     /// Documents, or their parts in this chunk; in order, covering every token.
     pub(super) spans: Vec<AttentionSpan>,
-    /// What attention computed from the spans, cached by the first layer.
-    pub(super) attending: OnceCell<Tensor>,
-    rotary: Rotary,
-    /// Of layers with a window, where their frequencies have another base.
-    sliding_rotary: Option<Rotary>,
-    /// Which rows of other chunks it reads; `None` where there is one chunk.
+    keys: ByWindow<SeenKeys>,
+    /// With a window, frequencies may have another base.
+    rotary: ByWindow<Rotary>,
+    /// Which adjacent rows of other chunks it reads; `None` where there is one chunk.
     others: Option<RemoteRows>,
     /// Indices of the first rows of documents in [`Chunk::around`], i64.
     starts: Tensor,
 }
 
-/// Table rows that a chunk reads.
+/// Adjacent rows that a chunk reads.
 struct RemoteRows {
     /// Each part of a document with its adjacent rows, i64.
     around: Tensor,
     /// Indices of the chunk's own rows among these, i64.
     own: Tensor,
-    /// Every key that the chunk's queries see, span by span, i64.
-    keys: Tensor,
-    /// The same keys by document and chunk.
-    pieces: Vec<VisibleKeys>,
-}
-
-/// Keys of one document that lie in one chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct VisibleKeys {
-    /// The index of the first one among the keys that the reading chunk sees.
-    pub(super) key: i64,
-    /// Their document and chunk.
-    pub(super) of: KeyPart,
-    /// How many keys.
-    pub(super) len: i64,
-}
-
-/// The part of a document in a chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct KeyPart {
-    /// The document's index in the micro-batch, from 0.
-    pub(super) document: usize,
-    pub(super) chunk: u64,
 }
 
 impl<'a> Chunks<'a> {
@@ -147,14 +120,16 @@ impl<'a> Chunks<'a> {
     ) -> kernels::Result<Chunks<'a>> {
         let (size, device) = (grid.rows * grid.width, input.tokens.device());
         let documents = input.spans.clone();
-        let none = |_: u64| Vec::new();
-        let [beside, earlier] = match dealt.degree {
-            1 => [Table::new(dealt, size, none, device)?, Table::new(dealt, size, none, device)?],
-            _ => [
-                Table::new(dealt, size, |place| grid.beside(dealt, &documents, place), device)?,
-                Table::new(dealt, size, |place| grid.earlier(dealt, &documents, place), device)?,
-            ],
+        let reads = |place| match dealt.degree {
+            1 => Vec::new(),
+            _ => grid.beside(dealt, &documents, place),
         };
+        let beside = Table::new(dealt, size, reads, device)?;
+        let earlier =
+            |window| EarlierKeys::new(Visibility { grid, window }, dealt, &documents, device);
+        let window = (config.sliding_window > 0).then_some(config.sliding_window);
+        let sliding = window.map(|window| earlier(Some(window))).transpose()?;
+        let earlier = ByWindow { full: earlier(None)?, sliding };
         let chunks = |chunk| match dealt.chunks {
             1 => Chunk::whole(config, input),
             _ => Chunk::cut(config, input, grid, &beside, &earlier, chunk),
@@ -223,21 +198,26 @@ impl<'a> Chunks<'a> {
         self.beside.fetch(self.line, tensor, dim)
     }
 
-    /// The same for [`Chunk::keys`].
-    pub(super) fn earlier(&self, tensor: &Tensor, dim: i64) -> kernels::Result<PendingTable<'a>> {
-        self.earlier.fetch(self.line, tensor, dim)
+    /// The same for the [`SeenKeys`] of layers with this window.
+    pub(super) fn earlier(
+        &self,
+        window: Option<i64>,
+        tensor: &Tensor,
+        dim: i64,
+    ) -> kernels::Result<PendingTable<'a>> {
+        self.earlier.of(window).table.fetch(self.line, tensor, dim)
     }
 
-    /// The first row of a document's part in the table of [`Chunks::earlier`], and how many rows it has.
-    pub(super) fn rows_of(&self, part: KeyPart) -> Rows {
-        let Rows { chunk, first, len } =
-            self.grid.rows_of(self.documents[part.document], part.chunk);
-        Rows { chunk, first: self.earlier.row(chunk, first), len }
+    /// The first row of a part in the table of [`Chunks::earlier`], and how many rows it has.
+    pub(super) fn rows_of(&self, window: Option<i64>, part: KeyPart) -> Rows {
+        let EarlierKeys { visible, table } = self.earlier.of(window);
+        let Rows { chunk, first, len } = visible.rows(self.documents[part.document], part);
+        Rows { chunk, first: table.row(chunk, first), len }
     }
 
-    /// The chunks whose queries see a part of a document: from its own chunk to the last one of the document.
-    pub(super) fn seen_by(&self, part: KeyPart) -> std::ops::Range<u64> {
-        part.chunk..self.grid.reach(self.documents[part.document]).end
+    /// The chunks whose queries see a part, its own first.
+    pub(super) fn seen_by(&self, window: Option<i64>, part: KeyPart) -> std::ops::Range<u64> {
+        self.earlier.of(window).visible.seen_by(self.documents[part.document], part)
     }
 
     /// From one f32 per token, `[n]` for each local chunk: those of all tokens in the order of the micro-batch, `[N]`.
@@ -274,15 +254,13 @@ impl<'a> Chunks<'a> {
 
 impl Chunk {
     fn whole(config: &ZayaConfig, input: &DeviceMicroBatch) -> kernels::Result<Chunk> {
-        let (rotary, sliding_rotary) = rotary_of(config, &input.positions)?;
         Ok(Chunk {
             tokens: input.tokens.shallow_clone(),
             labels: input.labels.shallow_clone(),
             mask: input.mask.shallow_clone(),
             spans: input.spans.clone(),
-            attending: OnceCell::new(),
-            rotary,
-            sliding_rotary,
+            keys: ByWindow { full: SeenKeys::whole(input.spans.clone()), sliding: None },
+            rotary: rotary_of(config, &input.positions)?,
             others: None,
             starts: input.starts.shallow_clone(),
         })
@@ -293,7 +271,7 @@ impl Chunk {
         input: &DeviceMicroBatch,
         grid: ChunkGrid,
         beside: &Table,
-        earlier: &Table,
+        earlier: &ByWindow<EarlierKeys>,
         number: u64,
     ) -> kernels::Result<Chunk> {
         let chunk = number as i64;
@@ -304,8 +282,7 @@ impl Chunk {
                 .f_contiguous()
         };
         let (mut spans, mut around, mut computed, mut starts) = (vec![], vec![], vec![], vec![]);
-        let (mut keys, mut pieces) = (vec![], vec![]);
-        for (index, document) in input.spans.iter().enumerate() {
+        for document in &input.spans {
             let Some(part) = grid.part(*document, chunk) else { continue };
             let [first, last] = [part.before.min(REACH), part.after.min(REACH)];
             starts.push(around.len() as i64);
@@ -316,38 +293,31 @@ impl Chunk {
                     .map(|place| beside.row(grid.chunk(place), grid.row(part.sequence, place))),
             );
             spans.push(part.span);
-            for chunk in grid.reach(*document).start..=number {
-                let rows = grid.rows_of(*document, chunk);
-                let of = KeyPart { document: index, chunk };
-                pieces.push(VisibleKeys { key: keys.len() as i64, of, len: rows.len });
-                let first = earlier.row(chunk, rows.first);
-                keys.extend(first..first + rows.len);
-            }
         }
-        let (rotary, sliding_rotary) = rotary_of(config, &select(&input.positions)?)?;
-        let on_device = |list: &[i64]| device::integers(input.tokens.device(), list);
+        let on = input.tokens.device();
+        let on_device = |list: &[i64]| device::integers(on, list);
+        let keys = |by| SeenKeys::cut(by, &input.spans, number, on);
+        let sliding = earlier.sliding.as_ref().map(keys).transpose()?;
         Ok(Chunk {
             tokens: select(&input.tokens)?,
             labels: select(&input.labels)?,
             mask: select(&input.mask)?,
             spans,
-            attending: OnceCell::new(),
-            rotary,
-            sliding_rotary,
-            others: Some(RemoteRows {
-                around: on_device(&around)?,
-                own: on_device(&computed)?,
-                keys: on_device(&keys)?,
-                pieces,
-            }),
+            keys: ByWindow { full: keys(&earlier.full)?, sliding },
+            rotary: rotary_of(config, &select(&input.positions)?)?,
+            others: Some(RemoteRows { around: on_device(&around)?, own: on_device(&computed)? }),
             starts: on_device(&starts)?,
         })
     }
 
     /// Cosines and sines of the rotary angles of its tokens, `[n, half]`, in layers with a window or without.
     pub(super) fn angles(&self, window: Option<i64>) -> [&Tensor; 2] {
-        let sliding = window.and(self.sliding_rotary.as_ref());
-        sliding.unwrap_or(&self.rotary).angles()
+        self.rotary.of(window).angles()
+    }
+
+    /// The keys that its queries see in layers with this window.
+    pub(super) fn seen(&self, window: Option<i64>) -> &SeenKeys {
+        self.keys.of(window)
     }
 
     /// From the table of [`Chunks::beside`], along `dim`: the chunk's rows, and adjacent rows of their documents.
@@ -360,11 +330,6 @@ impl Chunk {
         self.select(around, dim, |others| &others.own)
     }
 
-    /// From the table of [`Chunks::earlier`], along `dim`: every row that a query of the chunk sees, span by span.
-    pub(super) fn keys(&self, all: &Tensor, dim: i64) -> kernels::Result<Tensor> {
-        self.select(all, dim, |others| &others.keys)
-    }
-
     /// Rows of [`Chunk::around`] where documents, or their parts, begin.
     pub(super) fn starts(&self) -> &Tensor {
         &self.starts
@@ -373,11 +338,6 @@ impl Chunk {
     /// The chunk's own rows in [`Chunk::around`]; `None` where all are its own.
     pub(super) fn counted(&self) -> Option<&Tensor> {
         self.others.as_ref().map(|others| &others.own)
-    }
-
-    /// The keys that its queries see by chunk and document; empty where there is one chunk.
-    pub(super) fn pieces(&self) -> &[VisibleKeys] {
-        self.others.as_ref().map_or(&[], |others| &others.pieces)
     }
 
     fn select(
@@ -393,11 +353,12 @@ impl Chunk {
     }
 }
 
-/// Rotary angles at `positions`, of layers without a window and, where they differ, of layers with one.
-fn rotary_of(config: &ZayaConfig, positions: &Tensor) -> kernels::Result<(Rotary, Option<Rotary>)> {
+/// Rotary angles at `positions`.
+fn rotary_of(config: &ZayaConfig, positions: &Tensor) -> kernels::Result<ByWindow<Rotary>> {
     let of = |theta| Rotary::new(config.rotary_dim(), theta, positions);
     let [full, sliding] = [false, true].map(|slides| config.theta(slides));
-    Ok((of(full)?, (sliding != full).then(|| of(sliding)).transpose()?))
+    let sliding = (sliding != full).then(|| of(sliding)).transpose()?;
+    Ok(ByWindow { full: of(full)?, sliding })
 }
 
 /// Concatenates the results of chunks, or of shards.

@@ -360,11 +360,13 @@ proptest! {
             if chunks > 1 {
                 prop_assert_eq!(list(&chunk.around(&all, 0).unwrap()), around);
             }
-            prop_assert_eq!(list(&chunk.keys(&all, 0).unwrap()), keys.clone());
+            let seen = chunk.seen(None);
+            prop_assert_eq!(list(&seen.keys(&all, 0).unwrap()), keys.clone());
+            prop_assert_eq!(&seen.spans, &chunk.spans);
             let spans: Vec<_> = chunk.spans.iter().map(|span| [span.len as usize, span.before as usize]).collect();
             prop_assert_eq!(spans, lengths);
-            for piece in chunk.pieces().iter().copied() {
-                let rows = found.rows_of(piece.of);
+            for piece in seen.pieces.iter().copied() {
+                let rows = found.rows_of(None, piece.of);
                 let there = list(&all.narrow(0, rows.first, piece.len));
                 prop_assert_eq!(&there[..], &keys[piece.key as usize..(piece.key + piece.len) as usize]);
             }

@@ -67,14 +67,6 @@ impl ChunkGrid {
         self.chunk(begins)..self.chunk(begins + document.len - 1) + 1
     }
 
-    /// The rows of a document in one of its chunks.
-    pub(super) fn rows_of(self, document: AttentionSpan, chunk: u64) -> Rows {
-        let (sequence, begins) = (document.start / self.length, document.start % self.length);
-        let first = begins.max(chunk as i64 * self.width);
-        let end = (begins + document.len).min((chunk as i64 + 1) * self.width);
-        Rows { chunk, first: self.row(sequence, first), len: end - first }
-    }
-
     /// Rows in chunks of other ranks that convolutions and the value shift of the chunks of `place` read, ascending.
     pub(super) fn beside(
         self,
@@ -98,23 +90,6 @@ impl ChunkGrid {
             }));
         }
         rows.into_iter().filter(|rows| dealt.place_of(rows.chunk) != place).collect()
-    }
-
-    /// Rows of other ranks that queries of the chunks of `place` see, document after document.
-    pub(super) fn earlier(
-        self,
-        dealt: Assignment,
-        documents: &[AttentionSpan],
-        place: u64,
-    ) -> Vec<Rows> {
-        let of = |document: &AttentionSpan| {
-            let (document, reach) = (*document, self.reach(*document));
-            let last = reach.clone().rfind(|chunk| dealt.place_of(*chunk) == place);
-            let before = reach.start..last.unwrap_or(reach.start);
-            let others = before.filter(move |chunk| dealt.place_of(*chunk) != place);
-            others.map(move |chunk| self.rows_of(document, chunk))
-        };
-        documents.iter().flat_map(of).collect()
     }
 }
 

@@ -7,6 +7,7 @@
 //! sublayer   a layer between its norm and its residual scaling
 //! cut        chunks of a micro-batch                       gradients  sums of gradients over chunks, and their sink
 //! grid       the layout of its tokens                      line       ranks that share its chunks
+//! visible    which keys the queries of a chunk see
 //! fold       weights sharded over ranks                    sharding   how they are cut; shards: how they are fetched
 //! zaya       the model, top to bottom: read this first     layers/    attention, experts, norms, head
 //! rotary     rotary angles of tokens                       activity   statistics of a layer's activations
@@ -40,6 +41,7 @@ mod sharding;
 mod shards;
 mod stage;
 mod sublayer;
+mod visible;
 mod zaya;
 
 #[cfg(test)]

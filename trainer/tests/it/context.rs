@@ -63,7 +63,7 @@ fn add_to_model(scratch: &Scratch, lines: &str) {
     std::fs::write(&path, changed).unwrap();
 }
 
-/// Windows begin in earlier chunks, and ranks receive keys that they do not see.
+/// Windows begin in earlier chunks, of the same rank and of others.
 #[test]
 fn windows_have_one_ledger_for_every_degree() {
     let window = "sliding_window = 5\nlayer_types = [\"sliding_attention\", \"full_attention\"]\n\
@@ -200,10 +200,13 @@ fn a_degree_that_no_phase_allows_is_refused() {
 #[test]
 fn what_is_sent_is_what_is_planned() {
     let scratch = Scratch::new();
+    let half = "sliding_window = 6\nlayer_types = [\"sliding_attention\", \"full_attention\"]";
     for (mask, keep, layers, degrees) in [
         (true, ActivationCheckpointing::Everything, "[\"cca\"]", 4..=4),
         (false, ActivationCheckpointing::Everything, "[\"cca\"]", 2..=4),
         (false, ActivationCheckpointing::LayerInputs, "[\"gqa\", \"linear\"]", 2..=2),
+        (true, ActivationCheckpointing::Everything, "[\"gqa\"]\nsliding_window = 6", 4..=4),
+        (false, ActivationCheckpointing::LayerInputs, &format!("[\"cca\"]\n{half}"), 4..=4),
     ] {
         let masked = format!("preset = \"zaya1-nano\"\ndocument_mask = {mask}\nlayers = {layers}");
         let changes = [
@@ -221,7 +224,7 @@ fn what_is_sent_is_what_is_planned() {
             RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
         for cp in degrees.step_by(2) {
             let world = cp;
-            let out = format!("{mask}-{keep:?}-{cp}");
+            let out = format!("{mask}-{keep:?}-{}-{cp}", layers.len());
             let workers = Workers::new(1).keeping(keep);
             let outcomes = train_with(&scratch, &out, world, |_, exec| {
                 (exec.degrees.cp, exec.workers) = (cp, workers);

@@ -197,6 +197,45 @@ proptest! {
         }
     }
 
+    /// Whole blocks of keys before the window may be left out, and the other keys before it may be any: in our own
+    /// tables no bit of any result changes.
+    #[test]
+    fn keys_before_the_window_do_not_matter(
+        (before, len) in (0i64..1000, 1i64..40),
+        (keys, group, width) in (1i64..3, 1i64..3, 1i64..20),
+        window in 1i64..300,
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let shape = [keys * group, keys, width];
+        let unseen = (before + 1 - window).max(0);
+        let left_out = unseen / KEY_BLOCK * KEY_BLOCK;
+        let query = random(&[keys * group, len, width], seed).to_kind(kind);
+        let key = random(&[keys, before + len, width], seed + 1).to_kind(kind);
+        let value = random(&[before + len, keys * width], seed + 2).to_kind(kind);
+        let grad = random(&[len, keys * group * width], seed + 3).to_kind(kind);
+        let of = |table: OpsTable, key: &Tensor, value: &Tensor, before: i64| {
+            let spans = &[AttentionSpan { start: 0, len, before }];
+            let by = Attention { query: &query, key, value, spans, shape, window: Some(window), kept: None };
+            let attended = table.attention(by).unwrap();
+            let [to_query, to_key, to_value] = back(table, by, attended.saved, &grad).unwrap();
+            let seen = (before + 1 - window).max(0);
+            let rest = before + len - seen;
+            let zeros = [to_key.narrow(1, 0, seen), to_value.narrow(0, 0, seen)];
+            assert!(zeros.iter().all(|unseen| unseen.abs().sum(Kind::Double).double_value(&[]) == 0.0));
+            [attended.heads, to_query, to_key.narrow(1, seen, rest), to_value.narrow(0, seen, rest)]
+        };
+        let part = |x: &Tensor, dim| x.narrow(dim, left_out, before + len - left_out).copy();
+        let (fewer_keys, fewer_values) = (part(&key, 1), part(&value, 0));
+        let _ = fewer_keys.narrow(1, 0, unseen - left_out).fill_(3.0);
+        let _ = fewer_values.narrow(0, 0, unseen - left_out).fill_(-5.0);
+        let tables = [CPU, EMULATED];
+        for table in &tables[..if seed % 8 == 0 { 2 } else { 1 }] {
+            let wanted = of(*table, &key, &value, before);
+            prop_assert_eq!(of(*table, &fewer_keys, &fewer_values, before - left_out), wanted);
+        }
+    }
+
     /// Each token's row is computed by its own expert and returned, even if some or all experts have no token.
     #[test]
     fn tokens_go_through_their_experts(

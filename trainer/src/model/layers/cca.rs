@@ -252,7 +252,7 @@ impl Heads {
         // Values are sent while queries and keys are computed.
         let value = joined(&values, 0)?;
         drop(values);
-        let values = all.earlier(&value, 0)?;
+        let values = all.earlier(self.window, &value, 0)?;
         let (mut chunks, mut first) = (Vec::new(), 0);
         for ((chunk, x), taps) in all.iter().zip(x).zip(taps) {
             let part = projected.f_narrow(0, first, x.size()[0])?;

@@ -157,7 +157,7 @@ impl ShardedAttention<4> for Gqa {
         // Values are sent while queries and keys are computed.
         let value = joined(&values, 0)?.f_contiguous()?;
         drop(values);
-        let values = pass.chunks.earlier(&value, 0)?;
+        let values = pass.chunks.earlier(self.window, &value, 0)?;
         let (mut qk, mut chunks) = (Vec::new(), Vec::new());
         for ((chunk, x), projected) in pass.chunks.iter().zip(x).zip(projected) {
             let (rotated, normed) = self.query_key(pass, chunk, projected, weights.shape)?;

@@ -14,11 +14,12 @@ use tch::{Kind, Tensor};
 
 use super::heads::shards;
 use crate::model::activity::larger;
-use crate::model::cut::{Chunk, Chunks, KeyPart, VisibleKeys, joined};
+use crate::model::cut::{Chunk, Chunks, joined};
 use crate::model::layer::Pass;
-use crate::model::line::PendingTable;
+use crate::model::line::{PendingTable, Rows};
 use crate::model::param::ParamId;
 use crate::model::shards::Shards;
+use crate::model::visible::{KeyPart, VisibleKeys};
 use crate::refusal::refused;
 
 /// What the backward pass reads of attention.
@@ -64,7 +65,7 @@ impl SavedSoftmax {
         let [queries, keys, _] = shape.heads;
         let key = qk.iter().map(|qk| qk.f_narrow(0, queries, keys));
         let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
-        let (seen, values) = (pass.chunks.earlier(&key, 1)?.wait()?, values.wait()?);
+        let (seen, values) = (pass.chunks.earlier(shape.window, &key, 1)?.wait()?, values.wait()?);
         let (mut outs, mut chunks) = (Vec::new(), Vec::new());
         for (chunk, qk) in pass.chunks.iter().zip(qk) {
             let seen = QueriesWithKeys::of(chunk, &qk, &seen, &values, shape)?;
@@ -82,7 +83,7 @@ impl SavedSoftmax {
         grad: &[Tensor],
         o_proj: &Tensor,
     ) -> Result<SoftmaxGrads> {
-        let (ops, [queries, keys, _]) = (pass.ops, self.shape.heads);
+        let (ops, AttentionShape { heads: [queries, keys, _], window }) = (pass.ops, self.shape);
         let alone = pass.chunks.count() == 1;
         let float = (Kind::Float, self.value.device());
         // Terms of sums stay f32.
@@ -90,10 +91,12 @@ impl SavedSoftmax {
             true => self.value.f_empty_like()?,
             false => Tensor::f_empty(self.value.size(), float)?,
         };
-        let seen = [pass.chunks.earlier(&self.key, 1)?, pass.chunks.earlier(&self.value, 0)?];
+        let earlier = |tensor, dim| pass.chunks.earlier(window, tensor, dim);
+        let seen = [earlier(&self.key, 1)?, earlier(&self.value, 0)?];
         let [keys_seen, values_seen] = seen.map(PendingTable::wait);
         let (keys_seen, values_seen) = (keys_seen?, values_seen?);
-        let (mut sums, mut outs, mut back) = (KeySums::default(), Vec::new(), Vec::new());
+        let (mut sums, mut outs, mut back) =
+            (KeySums::new(pass.chunks, window), Vec::new(), Vec::new());
         let chunks = pass.chunks.shared().own();
         for (at, ((saved_qk, attended), grad)) in self.chunks.iter_mut().zip(grad).enumerate() {
             let chunk = pass.chunks.of(at);
@@ -112,13 +115,13 @@ impl SavedSoftmax {
                 let [key, value] = [part(&seen.key)?, part(&seen.value)?];
                 let out = AttentionGrads { query: &query, key: &key, value: &value };
                 ops.attention_backward(by, kept, &heads, out)?;
-                sums.add(pass.chunks, chunks[at], chunk, &key, &value)?;
+                sums.add(chunks[at], chunk, &key, &value)?;
             }
             back.push(qk);
         }
         if !alone {
             let key = Tensor::f_empty(self.key.size(), float)?;
-            sums.finish(pass.chunks, &key, &value)?;
+            sums.finish(&key, &value)?;
             let mut first = 0;
             for qk in &back {
                 let tokens = qk.size()[1];
@@ -132,10 +135,8 @@ impl SavedSoftmax {
     /// The largest logit of a query and a key that it sees.
     fn largest_logit(&self, pass: &Pass<'_>) -> Result<f64> {
         let mut largest = f64::NEG_INFINITY;
-        let (key, value) = (
-            pass.chunks.earlier(&self.key, 1)?.wait()?,
-            pass.chunks.earlier(&self.value, 0)?.wait()?,
-        );
+        let earlier = |tensor, dim| pass.chunks.earlier(self.shape.window, tensor, dim)?.wait();
+        let (key, value) = (earlier(&self.key, 1)?, earlier(&self.value, 0)?);
         for (chunk, (qk, _)) in pass.chunks.iter().zip(&self.chunks) {
             let seen = QueriesWithKeys::of(chunk, qk, &key, &value, self.shape)?;
             largest = larger(largest, seen.largest_logit(chunk)?);
@@ -161,7 +162,8 @@ impl QueriesWithKeys {
         value: &Tensor,
         shape: AttentionShape,
     ) -> Result<QueriesWithKeys> {
-        let (key, value) = (chunk.keys(key, 1)?, chunk.keys(value, 0)?);
+        let seen = chunk.seen(shape.window);
+        let (key, value) = (seen.keys(key, 1)?, seen.keys(value, 0)?);
         Ok(QueriesWithKeys { query: qk.f_narrow(0, 0, shape.heads[0])?, key, value, shape })
     }
 
@@ -169,7 +171,7 @@ impl QueriesWithKeys {
     fn largest_logit(&self, chunk: &Chunk) -> Result<f64> {
         let AttentionShape { heads: [queries, keys, width], window } = self.shape;
         let (mut largest, mut first) = (f64::NEG_INFINITY, 0);
-        for span in &chunk.spans {
+        for span in &chunk.seen(window).spans {
             let query = self.query.f_narrow(1, span.start, span.len)?.f_to_kind(Kind::Float)?;
             let query = query.f_unflatten(0, [keys, queries / keys])?;
             let key = self.key.f_narrow(1, first, span.keys())?.f_to_kind(Kind::Float)?;
@@ -189,47 +191,50 @@ impl QueriesWithKeys {
 
     fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
         let QueriesWithKeys { query, key, value, shape } = self;
-        let (AttentionShape { heads: shape, window }, kept) = (*shape, Some(&chunk.attending));
-        Attention { query, key, value, spans: &chunk.spans, shape, window, kept }
+        let AttentionShape { heads: shape, window } = *shape;
+        let seen = chunk.seen(window);
+        let (spans, kept) = (&seen.spans, Some(&seen.attending));
+        Attention { query, key, value, spans, shape, window, kept }
     }
 }
 
 /// Gradients of keys and values, for each document's part in a chunk: a tree over the chunks from its own to the last
 /// that sees it, in this order. Blocks for keys of another rank are sent there.
-#[derive(Default)]
-struct KeySums(BTreeMap<KeyPart, TreeNodes<Vec<Tensor>>>);
+struct KeySums<'a> {
+    all: &'a Chunks<'a>,
+    window: Option<i64>,
+    sums: BTreeMap<KeyPart, TreeNodes<Vec<Tensor>>>,
+}
 
 /// A block of such a tree: its keys, its first leaf, its level, the sums for keys and values.
 type Block = (KeyPart, u64, u32, Vec<Tensor>);
 
-impl KeySums {
+impl<'a> KeySums<'a> {
+    fn new(all: &'a Chunks<'a>, window: Option<i64>) -> KeySums<'a> {
+        KeySums { all, window, sums: BTreeMap::new() }
+    }
+
     /// Adds the gradients from a local chunk's queries for all keys that they see.
-    fn add(
-        &mut self,
-        all: &Chunks<'_>,
-        number: u64,
-        chunk: &Chunk,
-        key: &Tensor,
-        value: &Tensor,
-    ) -> Result<()> {
-        let dealt = all.shared();
-        for VisibleKeys { key: first, of, len } in chunk.pieces().iter().copied() {
+    fn add(&mut self, number: u64, chunk: &Chunk, key: &Tensor, value: &Tensor) -> Result<()> {
+        let (all, dealt) = (self.all, self.all.shared());
+        for VisibleKeys { key: first, of, len } in chunk.seen(self.window).pieces.iter().copied() {
             let key = key.f_narrow(1, first, len)?.f_contiguous()?;
             let value = value.f_narrow(0, first, len)?.f_contiguous()?;
-            let runs = || TreeNodes::new(&dealt.runs(all.seen_by(of), dealt.place));
-            self.0.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value])?;
+            let runs = || TreeNodes::new(&dealt.runs(all.seen_by(self.window, of), dealt.place));
+            self.sums.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value])?;
         }
         Ok(())
     }
 
     /// Writes the sums of the local keys to their rows.
-    fn finish(self, all: &Chunks<'_>, key: &Tensor, value: &Tensor) -> Result<()> {
-        let (dealt, of_row) = (all.shared(), [key.size()[0], key.size()[2], value.size()[1]]);
+    fn finish(mut self, key: &Tensor, value: &Tensor) -> Result<()> {
+        let dealt = self.all.shared();
+        let of_row = [key.size()[0], key.size()[2], value.size()[1]];
         let mut give: Vec<Vec<Tensor>> = (0..dealt.degree).map(|_| Vec::new()).collect();
         let mut sums = Vec::new();
-        for (part, mut sum) in self.0 {
+        for (part, mut sum) in std::mem::take(&mut self.sums) {
             let to = dealt.place_of(part.chunk);
-            for (level, first) in levels(all, part, dealt.place) {
+            for (level, first) in self.levels(part, dealt.place) {
                 let block = sum.take(first).ok_or_else(missing)?;
                 if to == dealt.place {
                     sums.push((part, first, level, block));
@@ -239,7 +244,7 @@ impl KeySums {
             }
         }
         let parts: BTreeSet<KeyPart> = sums.iter().map(|(part, ..)| *part).collect();
-        sums.extend(KeySums::others(all, &parts, &give, of_row)?);
+        sums.extend(self.others(&parts, &give, of_row)?);
         sums.sort_by_key(|(part, first, ..)| (*part, *first));
         let mut blocks = sums.into_iter().peekable();
         for part in parts {
@@ -247,7 +252,7 @@ impl KeySums {
             while let Some((.., level, block)) = blocks.next_if(|(of, ..)| *of == part) {
                 sum.push_block(level, block)?;
             }
-            let (rows, sum) = (all.rows_of(part), sum.finish()?.ok_or_else(missing)?);
+            let (rows, sum) = (self.rows_of(part), sum.finish()?.ok_or_else(missing)?);
             for (dim, (sum, all)) in [1, 0].into_iter().zip(sum.iter().zip([key, value])) {
                 all.f_narrow(dim, rows.first, rows.len)?.f_copy_(sum)?;
             }
@@ -258,14 +263,14 @@ impl KeySums {
     /// Sends `give`, and receives the other ranks' blocks for the local keys `parts`. `of_row` are heads, numbers, and
     /// numbers of values in a row.
     fn others(
-        all: &Chunks<'_>,
+        &self,
         parts: &BTreeSet<KeyPart>,
         give: &[Vec<Tensor>],
         [heads, width, values]: [i64; 3],
     ) -> Result<Vec<Block>> {
-        let (dealt, mut found) = (all.shared(), Vec::new());
-        let Some(line) = all.line() else { return Ok(found) };
-        let empty = || Tensor::f_empty([0], (Kind::Float, all.of(0).tokens.device()));
+        let (dealt, mut found) = (self.all.shared(), Vec::new());
+        let Some(line) = self.all.line() else { return Ok(found) };
+        let empty = || Tensor::f_empty([0], (Kind::Float, self.all.of(0).tokens.device()));
         let give = give.iter().map(|blocks| match blocks.is_empty() {
             true => empty(),
             false => Tensor::f_cat(blocks, 0),
@@ -274,12 +279,12 @@ impl KeySums {
         let expected = |place| {
             let places = parts.iter().filter(move |_| place != dealt.place);
             places.flat_map(move |part| {
-                levels(all, *part, place)
+                self.levels(*part, place)
                     .into_iter()
                     .map(move |(level, first)| (*part, level, first))
             })
         };
-        let numbers = |part| all.rows_of(part).len * (heads * width + values);
+        let numbers = |part| self.rows_of(part).len * (heads * width + values);
         let take = (0..dealt.degree)
             .map(|place| expected(place).map(|(part, ..)| numbers(part)).sum::<i64>());
         let take: Vec<i64> = take.collect();
@@ -287,7 +292,7 @@ impl KeySums {
         for (place, flat) in (0..dealt.degree).zip(coming.wait()?) {
             let mut at = 0;
             for (part, level, first) in expected(place) {
-                let len = all.rows_of(part).len;
+                let len = self.rows_of(part).len;
                 let key = flat.f_narrow(0, at, heads * len * width)?.f_view([heads, len, width])?;
                 at += heads * len * width;
                 let value = flat.f_narrow(0, at, len * values)?.f_view([len, values])?;
@@ -297,12 +302,16 @@ impl KeySums {
         }
         Ok(found)
     }
-}
 
-/// The blocks that `place` has of the sum of a part's keys: level and first leaf.
-fn levels(all: &Chunks<'_>, part: KeyPart, place: u64) -> Vec<(u32, u64)> {
-    let runs = all.shared().runs(all.seen_by(part), place);
-    runs.into_iter().flat_map(|run| blocks(run.start, run.end)).collect()
+    fn rows_of(&self, part: KeyPart) -> Rows {
+        self.all.rows_of(self.window, part)
+    }
+
+    /// The blocks that `place` has of the sum of a part's keys: level and first leaf.
+    fn levels(&self, part: KeyPart, place: u64) -> Vec<(u32, u64)> {
+        let runs = self.all.shared().runs(self.all.seen_by(self.window, part), place);
+        runs.into_iter().flat_map(|run| blocks(run.start, run.end)).collect()
+    }
 }
 
 fn flat(block: &[Tensor]) -> Result<Vec<Tensor>> {
