@@ -28,7 +28,8 @@ use crate::ledger::{self, Ledger, LedgerHead, RESTORE};
 use crate::spec::RunSpec;
 
 pub use self::lock::RunLocks;
-pub(crate) use self::lock::{try_lock, was_taken};
+pub(crate) use self::lock::try_lock;
+pub use self::lock::was_taken;
 
 /// The file with the place of the checkpoints, if they are not in the run's folder.
 const ELSEWHERE: &str = "checkpoints.at";
@@ -405,7 +406,7 @@ impl RunFolder {
     }
 
     /// Writes `run.toml`: the curriculum from `source`, with absolute paths.
-    pub(crate) fn write_curriculum(&self, spec: &RunSpec, source: &Location) -> Result<()> {
+    pub fn write_curriculum(&self, spec: &RunSpec, source: &Location) -> Result<()> {
         let mut resolved = spec.curriculum.clone();
         let folder = source.folder();
         let added = resolved.amendments.iter_mut().filter_map(|amendment| amendment.store.as_mut());
@@ -460,7 +461,7 @@ fn accept(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Option<u64>> {
 }
 
 /// Refuses a curriculum that differs from the one that the recorded steps were trained with.
-pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<()> {
+pub fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<()> {
     let (recorded, differences) = (ledger.last_step(), differences(ledger, spec, path)?);
     match differences.first().filter(|first| first.first_step <= recorded) {
         None => Ok(()),
@@ -534,7 +535,7 @@ fn unlike(what: &str, found: String, wanted: String, path: &Path) -> Fault {
 }
 
 /// Refuses other data or another model than the ledger's.
-pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path) -> Result<()> {
+pub fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path) -> Result<()> {
     let refused =
         |what: &str, found: String, wanted: String| Err(unlike(what, found, wanted, path));
     mixer::check_version(begun.plan).map_err(|fault| fault.at(path.display().to_string()))?;

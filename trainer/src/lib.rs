@@ -5,15 +5,14 @@
 //!   the [`state`]; on one rank or on many, with the same bits.
 //! - [`audit`] decides which micro-batches are computed twice.
 //! - [`launch`] starts ranks and finds their places, [`mesh`] distributes the work over them.
-//! - [`replay`] recomputes past steps. [`change`] is a counterfactual, which `tools::replay` simulates and [`fork`]
-//!   trains.
+//! - [`replay`] recomputes past steps.
 //! - [`costs`] has the operations and bytes of a micro-batch, [`memory`] the bytes of each rank.
-//! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
+//! - [`hf`] imports and exports Hugging Face's `zaya`.
 //! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
 //!   curves, [`validate`] computes the validation loss, [`evaluate`] scores tasks, [`progress`] prints a line for each
 //!   step.
 //!
-//! What does not train is in the crate `tools`: reports, explanations, estimates, benchmarks.
+//! What does not train is in the crate `tools`: reports, explanations, forks, exports, estimates, benchmarks.
 //!
 //! Invariant: step N is a function of the run and N. It does not depend on workers, threads, prefetching, checkpoints,
 //! kills or dates.
@@ -21,15 +20,12 @@
 #![forbid(unsafe_code)]
 
 pub mod audit;
-pub mod change;
 pub mod checkpoint;
 pub mod costs;
 pub mod evaluate;
 pub mod events;
 pub mod exec;
-pub mod export;
 pub mod folder;
-pub mod fork;
 pub mod hf;
 pub mod launch;
 pub mod ledger;

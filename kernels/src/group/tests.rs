@@ -181,9 +181,9 @@ fn a_rank_that_leaves_is_missed_at_once() {
 #[test]
 fn a_rank_that_never_starts_is_named() {
     let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
-    let timeout = Duration::from_millis(300);
+    let timeout = Duration::from_secs(2);
     let error = Group::open(&place(1, 3, store.port()), timeout, &|_| ()).unwrap_err().to_string();
-    assert!(error.contains("within 0.3 s: here is rank 1; missing are ranks 0, 2"), "{error}");
+    assert!(error.contains("within 2 s: here is rank 1; missing are ranks 0, 2"), "{error}");
     assert!(error.contains("MASTER_ADDR"), "{error}");
     let nobody = KeyValueStore::connect("127.0.0.1", 1, "test/", &RunKey::default(), timeout)
         .unwrap_err()
@@ -195,7 +195,7 @@ fn a_rank_that_never_starts_is_named() {
 #[test]
 fn many_ranks_that_never_start_are_counted() {
     let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
-    let (timeout, start) = (Duration::from_millis(300), Instant::now());
+    let (timeout, start) = (Duration::from_secs(2), Instant::now());
     let many = place(1, 1 << 20, store.port());
     let error = Group::open(&many, timeout, &|_| ()).unwrap_err().to_string();
     assert!(error.contains("missing are ranks 0, 2, 3, 4,"), "{error}");

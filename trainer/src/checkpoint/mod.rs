@@ -351,7 +351,7 @@ impl Checkpoints {
 
     /// Puts the checkpoint of `step` into another place as well: by hard links where both are folders on one file
     /// system, else by copies. Checkpoint files are never modified, so a link is as safe as a copy.
-    pub(crate) fn share(&self, step: u64, to: &Checkpoints) -> Result<()> {
+    pub fn share(&self, step: u64, to: &Checkpoints) -> Result<()> {
         // The manifest last: a kill in between leaves no valid checkpoint.
         for file in self.first_manifest(step)?.iter().rev() {
             let places = (self.medium.location(file), to.medium.location(file));

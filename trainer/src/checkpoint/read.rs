@@ -92,7 +92,7 @@ impl<'a> CheckpointReader<'a> {
     }
 
     /// Refuses the checkpoint of another run: `chain` is that of this run's ledger after the step.
-    pub(crate) fn of_run(&self, chain: Option<Digest>) -> Result<()> {
+    pub fn of_run(&self, chain: Option<Digest>) -> Result<()> {
         match chain == Some(self.manifest.chain) {
             true => Ok(()),
             false => Err(Fault::data("this checkpoint does not belong to the ledger of its run")
@@ -101,7 +101,7 @@ impl<'a> CheckpointReader<'a> {
     }
 
     /// Refuses a checkpoint with files that are missing or have the wrong size; reads no file.
-    pub(crate) fn has_its_files(&self) -> Result<()> {
+    pub fn has_its_files(&self) -> Result<()> {
         for blob in &self.manifest.blobs {
             let place = self.medium.location(&name(self.manifest.step, &blob.name));
             match place.size() {

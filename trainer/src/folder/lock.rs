@@ -126,6 +126,6 @@ pub(crate) fn try_lock(root: &Path) -> Result<Option<AppendFile>> {
 }
 
 /// Whether a run ever used this folder: the lock file stays.
-pub(crate) fn was_taken(root: &Path) -> bool {
+pub fn was_taken(root: &Path) -> bool {
     root.join(LOCK).exists()
 }

@@ -31,17 +31,21 @@ pub struct HfExport {
 }
 
 /// A model without its weights.
-pub(crate) struct Model<'a> {
-    pub(crate) config: &'a ZayaConfig,
-    pub(crate) parameters: &'a [ParamSpec],
-    pub(crate) balance: &'a [RouterBalance],
-    pub(crate) record: &'a TokenizerRecord,
+pub struct Model<'a> {
+    /// Its configuration.
+    pub config: &'a ZayaConfig,
+    /// Its parameters in canonical order.
+    pub parameters: &'a [ParamSpec],
+    /// The balancing biases of each layer.
+    pub balance: &'a [RouterBalance],
+    /// Which tokenizer its text has.
+    pub record: &'a TokenizerRecord,
     /// The tokenizer file.
-    pub(crate) tokenizer: &'a [u8],
+    pub tokenizer: &'a [u8],
 }
 
 /// Writes a model into the folder `target`, if `transformers` can express it.
-pub(crate) fn write(
+pub fn write(
     target: &Path,
     model: &Model<'_>,
     weights: impl FnOnce() -> Result<Vec<Tensor>>,

@@ -311,7 +311,7 @@ impl Ledger {
     }
 
     /// Copies the lines up to that of `step` to a new file, and syncs it.
-    pub(crate) fn copy_through(&self, step: u64, to: &Path) -> Result<()> {
+    pub fn copy_through(&self, step: u64, to: &Path) -> Result<()> {
         let (end, fault) =
             (self.line(step)?.end, |error| Fault::io("copy the ledger to", to, &error));
         let mut copy = OutputFile::create(to)?;

@@ -319,7 +319,7 @@ impl State {
     }
 
     /// All weights in f32, of a state that this rank owns completely; aliases where they are f32.
-    pub(crate) fn in_f32(&self) -> Result<Vec<Tensor>> {
+    pub fn in_f32(&self) -> Result<Vec<Tensor>> {
         let whole = self.weights.iter().map(|weight| weight.f_to_kind(Kind::Float));
         let whole = whole.collect::<std::result::Result<Vec<_>, _>>();
         let whole = whole.map_err(refused)?;

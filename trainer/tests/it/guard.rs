@@ -3,9 +3,9 @@
 
 use serde_json::Value;
 use tch::Device;
+use tools::change::WhatIfChange;
 use tools::compare::compare;
 use tools::replay::whatif::imagine;
-use trainer::change::WhatIfChange;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;

@@ -10,8 +10,8 @@ use loader::open::no_run;
 use serde_json::{Value, json};
 
 use crate::chart::Chart;
+use crate::fork::Origin;
 use trainer::folder::{RunFolder, table_difference};
-use trainer::fork::Origin;
 use trainer::ledger::{Follower, Ledger, LedgerHead, StepDifference, StepSummaryFields};
 
 /// The result of a comparison.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use clap::ValueEnum;
 use contract::{Fault, Result, terminal};
 use store::Location;
+use tools::export::{WeightMean, export};
 use trainer::World;
-use trainer::export::{WeightMean, export};
 use trainer::folder::RunFolder;
 use trainer::replay::{ReplayParallelism, Replayer};
 

@@ -7,7 +7,7 @@ use contract::{Result, shell, words};
 use kernels::runtime::{self, RuntimeOptions};
 use serde_json::json;
 use store::Location;
-use trainer::fork::{ForkRequest, Forked, fork};
+use tools::fork::{ForkRequest, Forked, fork};
 
 use super::whatif::Changes;
 

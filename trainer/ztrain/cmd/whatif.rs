@@ -7,10 +7,10 @@ use contract::terminal::print_raw;
 use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
+use tools::change::WhatIfChange;
 use tools::chart::Chart;
 use tools::replay::flags;
 use tools::replay::whatif::WhatIfSteps;
-use trainer::change::WhatIfChange;
 use trainer::optim::guard::Skipped;
 
 use super::drawing::Drawing;

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::history::PreviousSteps;
-use trainer::change::rate_at;
+use crate::change::rate_at;
 use trainer::events;
 use trainer::folder::RunFolder;
 use trainer::ledger::StepRecord;

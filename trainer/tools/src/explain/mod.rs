@@ -45,12 +45,12 @@ use documents::StepGradient;
 use history::PreviousSteps;
 use removal::RemovalReplay;
 
+use crate::change::rate_at;
 use crate::replay::documents::DocumentLoss;
 use crate::replay::flags::{flag, moved};
 use crate::replay::narrow::LocatedDifference;
 use crate::replay::texts::TextDecoder;
 use crate::replay::{ExplainedReplay, step_from};
-use trainer::change::rate_at;
 use trainer::ledger::StepRecord;
 use trainer::optim::norm;
 use trainer::replay::{Replayer, Verdict, tokens as tokens_of};

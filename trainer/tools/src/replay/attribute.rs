@@ -15,12 +15,12 @@
 
 use std::ops::Range;
 
+use crate::change::DocumentsBySource;
 use contract::{Fault, Key, Purpose, Result, draw};
 use curriculum::Amendment;
 use loader::{Batch, explain};
 use serde::Serialize;
 use tch::{Kind, Tensor};
-use trainer::change::DocumentsBySource;
 use trainer::replay::Replayer;
 use trainer::state::State;
 use trainer::waiting::WaitCounter;

@@ -1,8 +1,8 @@
 //! A change in words, and as flags of a command that a user may paste into a shell.
 
+use crate::change::WhatIfChange;
 use contract::shell;
 use store::Location;
-use trainer::change::WhatIfChange;
 
 /// The change for people: one phrase for each part.
 pub fn words(change: &WhatIfChange) -> Vec<String> {

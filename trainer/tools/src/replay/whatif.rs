@@ -7,10 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use crate::change::{DocumentsBySource, WhatIfChange};
 use contract::{Fault, Result};
 use loader::{Batch, explain};
 use serde::Serialize;
-use trainer::change::{DocumentsBySource, WhatIfChange};
 use trainer::ledger::StepRecord;
 use trainer::optim::guard::Skipped;
 use trainer::replay::Replayer;

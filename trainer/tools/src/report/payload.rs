@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 use super::bins::{Bins, Merge, f32s, shares};
 use super::view::RunView;
 use super::{commands, explain_command, log};
-use trainer::fork::Origin;
+use crate::fork::Origin;
 use trainer::ledger::StepSummaryFields;
 
 /// The maximum size of all expert loads in bytes.

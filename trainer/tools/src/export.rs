@@ -5,11 +5,11 @@ use std::path::Path;
 use contract::Result;
 use tch::{Device, Kind, Tensor};
 
-use crate::hf::export::{self, HfExport, Model};
-use crate::optim::balance::RouterBalance;
-use crate::refusal::refused;
-use crate::spec::RunSpec;
-use crate::state::State;
+use trainer::hf::export::{self, HfExport, Model};
+use trainer::optim::balance::RouterBalance;
+use trainer::refusal::refused;
+use trainer::spec::RunSpec;
+use trainer::state::State;
 
 /// Writes the weights of `state` for `transformers`, with the model configuration of the state's last step.
 pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<HfExport> {

@@ -9,7 +9,7 @@ use contract::{Fault, Result, words};
 use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange, ScheduleKind};
 use mixer::Curriculum;
 
-use crate::spec::RunSpec;
+use trainer::spec::RunSpec;
 
 /// What changes from a step on.
 #[derive(Clone, Debug, Default, PartialEq)]

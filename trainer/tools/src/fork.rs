@@ -26,11 +26,11 @@ use store::Location;
 use store::disk::{self, Lock, OutputFile};
 
 use crate::change::{DocumentsBySource, WhatIfChange};
-use crate::checkpoint::Checkpoints;
-use crate::events;
-use crate::folder::{self, RunFolder, compare_content, compare_curriculum, head};
-use crate::ledger::Ledger;
-use crate::spec::RunSpec;
+use trainer::checkpoint::Checkpoints;
+use trainer::events;
+use trainer::folder::{self, RunFolder, compare_content, compare_curriculum, head};
+use trainer::ledger::Ledger;
+use trainer::spec::RunSpec;
 
 /// The file in which a fork records its origin.
 const FORKED: &str = "forked.json";
