@@ -2,8 +2,8 @@
 //!
 //! - [`report`] shows a run to people: a table, odd steps with their causes, a page. [`replay`] answers what a replayed
 //!   step is asked about, [`explain`] explains it, [`compare`] finds where two runs diverge. [`chart`] plots curves.
-//! - [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains: a run that shares the first steps of
-//!   another one. [`mod@export`] writes the weights of a run for
+//! - [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains: a run that shares the first steps
+//!   of another one. [`mod@export`] writes the weights of a run for
 //!   `transformers`.
 //! - [`plan`] predicts what a run will need before it allocates; [`sizing`] estimates how fast it will be and on which
 //!   machines, from measurements.
