@@ -287,7 +287,8 @@ fn updating(always: MemoryUse, holder: &RankMemoryUse<'_>) -> MemoryUse {
 }
 
 /// While new weights are exchanged each rank has its own packed, and receives those of all others. Meanwhile it updates
-/// the pieces of its last message, whose gradients are left.
+/// the pieces of its last message, whose gradients are left. In the forward pass of the next step it releases message
+/// after message while activations become more, so that the sum stays below one of both.
 fn sharing(
     spec: &RunSpec,
     dtype: Dtype,

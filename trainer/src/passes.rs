@@ -129,9 +129,9 @@ impl Share<'_> {
             along.each_ref().map(|along| along.as_ref().map(SharingGroup::begin));
         let (sharing, folded) = (sharing.transpose()?, folded.transpose()?);
         let how = MicroBatchContext {
-            options: self.cx.workers.options().cut(lines.cut),
             line: sharing.as_ref().map(|line| line as &dyn AxisComm),
             folded: folded.as_ref().map(|line| ShardedWeights { fold: &state.fold, line }),
+            ..self.cx.workers.options().cut(lines.cut).into()
         };
         let results = self.alone(round, how)?;
         for line in [sharing, folded].into_iter().flatten() {

@@ -9,7 +9,8 @@
 //!   its rounds in ascending order. Of all unfinished rounds take one with the smallest number (of the oldest
 //!   exchange): all that its ranks have queued before is done, so it is first on the stream of each of them, and runs.
 //!   Before a rank closes a round it may only wait for arrivals of rounds with smaller numbers; by induction none is
-//!   stuck.
+//!   stuck. Where exchanges overlap (new weights, with those of the next step), every rank closes the rounds of all of
+//!   them in one order, which takes the place of their numbers.
 //! - Calls may block, and a communicator may be used by one thread at a time. So one thread, the communication thread,
 //!   makes all calls but one, and computing threads never block in one. Another thread polls the rounds under way, and
 //!   asks the library for errors while the first is in no call (see `comm_loop`).
@@ -45,7 +46,8 @@
 //! - Before a rank sends anything to all others ([`super::Group::all_gather`]) it waits until every round that its
 //!   stream waits for has passed without an error of the library ([`CommThread::settled`]). What it sends was read
 //!   after those rounds, so this takes no longer than one poll. A step's record is made of such messages; the last are
-//!   the checksums of the new state, read after all rounds of the step. A rank with a failure does not send them, and
+//!   the checksums of the new state, of weights that their owners computed: new weights may arrive later, and are then
+//!   read before the messages of the next step. A rank with a failure does not send them, and
 //!   without them no rank can write a record.
 //! - A fault found in numbers from a failed round (a loss that is not finite, a micro-batch whose checksums differ) is
 //!   reported as the failure of the round ([`super::Group::trouble`]).

@@ -173,6 +173,7 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
             shards: 2,
             weights: Weights(params),
             folded: None,
+            arrival: None,
             balance: &[],
             neutral: None,
             kind: Kind::Float,

@@ -15,7 +15,7 @@ use super::gradients::Gradients;
 use super::input::DeviceMicroBatch;
 use super::kinds::ResidualKind;
 use super::param::{ParamDeclarations, Weights};
-use super::{MicroBatchContext, MicroBatchOptions, ZayaConfig};
+use super::{MicroBatchContext, MicroBatchOptions, WeightArrival, ZayaConfig};
 use crate::refusal::refused;
 
 /// The context of a pass over a micro-batch.
@@ -30,6 +30,8 @@ pub(super) struct Pass<'a> {
     pub(super) weights: Weights<'a>,
     /// Which rank holds which shards.
     pub(super) folded: Option<ShardedWeights<'a>>,
+    /// Weights that are still on their way.
+    pub(super) arrival: Option<&'a dyn WeightArrival>,
     /// Balancing biases by layer.
     pub(super) balance: &'a [Tensor],
     /// `[D]` each: a scale of 1 and a bias of 0, where the residual is plain.
@@ -41,7 +43,7 @@ pub(super) struct Pass<'a> {
 impl Pass<'_> {
     /// Runs `work` as a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn over<T>(
-        MicroBatchContext { options, line, folded }: MicroBatchContext<'_>,
+        MicroBatchContext { options, line, folded, arrival }: MicroBatchContext<'_>,
         config: &ZayaConfig,
         weights: &[Tensor],
         balance: &[Tensor],
@@ -58,7 +60,23 @@ impl Pass<'_> {
             ResidualKind::Scaled => None,
             ResidualKind::Plain => Some(neutral(config, device).map_err(refused)?),
         };
-        work(&Pass { ops, config, chunks, shards, weights, folded, balance, neutral, kind })
+        work(&Pass {
+            ops,
+            config,
+            chunks,
+            shards,
+            weights,
+            folded,
+            arrival,
+            balance,
+            neutral,
+            kind,
+        })
+    }
+
+    /// Waits until the first `weights` weights have arrived: before they are read for the first time.
+    pub(super) fn wait(&self, weights: usize) -> Result<()> {
+        self.arrival.map_or(Ok(()), |arrival| arrival.wait(weights))
     }
 
     /// How many of `chunks` chunks go through a layer's shards together: one, unless shards are received from other

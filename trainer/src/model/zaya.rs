@@ -140,11 +140,14 @@ impl Zaya {
     }
 
     fn forward(&self, pass: &Pass<'_>, keep: ActivationCheckpointing) -> Result<Forward> {
+        // A layer reads the weights declared before the next layer, and the norm of that.
+        let mut norms = self.layers.iter().map(|layer| &layer.self_attn.norm).chain([&self.norm]);
+        norms.next().map_or(Ok(()), |first| first.wait(pass))?;
         let (embedded, residual) = self.embedding.forward(pass)?;
         let mut flow = Hidden { residual, state: None, normed: None };
         let (mut layers, mut counts) = (Vec::new(), Vec::new());
-        let next = self.layers.iter().skip(1).map(|layer| &layer.self_attn.norm);
-        for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
+        for (layer, next) in self.layers.iter().zip(norms) {
+            next.wait(pass)?;
             let inputs = (keep == ActivationCheckpointing::LayerInputs).then(|| flow.share());
             let (after, saved, router_counts) = layer.forward(pass, flow, Some(next))?;
             flow = after;
@@ -154,6 +157,8 @@ impl Zaya {
                 Some(inputs) => SavedLayer::Inputs(inputs),
             });
         }
+        // The head, and everything before the backward pass sends gradients.
+        pass.wait(usize::MAX)?;
         let (hidden, normed) = flow.normed(pass, &self.norm)?;
         Ok(Forward { embedded, layers, normed, hidden, counts })
     }

@@ -6,6 +6,7 @@
 use contract::Result;
 use loader::Batch;
 
+use crate::mesh::share::WeightSharing;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{self, ComputedMicroBatches, Detail, MicroBatchSums, StepContext, micro_batch};
@@ -22,7 +23,7 @@ pub trait Executor {
         detail: Detail,
     ) -> Result<ComputedMicroBatches> {
         let micro_batches = micro_batch::stage(cx.spec, batch, state.weights[0].device())?;
-        step::compute(cx, state, batch, &micro_batches, detail)
+        step::compute(cx, state, batch, &micro_batches, detail, &WeightSharing::new(cx.team))
     }
 
     /// Computes one micro-batch of that step.

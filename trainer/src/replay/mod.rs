@@ -28,7 +28,8 @@ use tch::Device;
 
 use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_difference};
 use crate::ledger::{Ledger, StepDifference, StepRecord, StepStage};
-use crate::mesh::{Degrees, GradReduce, ProcessMesh, share};
+use crate::mesh::share::{self, WeightSharing};
+use crate::mesh::{Degrees, GradReduce, ProcessMesh};
 use crate::model::WeightShards;
 use crate::reaction::ReactingSpec;
 use crate::run::World;
@@ -380,13 +381,17 @@ impl Replayer {
     ) -> Result<(ReducedGradient, Result<StepRecord>)> {
         let team = self.team()?;
         let cx = StepContext { spec, team: &team, workers: self.workers };
-        step::cast_weights(cx, state, batch.step)?;
+        let sharing = WeightSharing::new(&team);
+        step::cast_weights(cx, state, batch.step, &sharing)?;
         let computed = self.executor.compute(cx, state, batch, detail)?;
         let mut gradient = computed.read(cx, &state.owners)?;
         look(&gradient);
-        match step::complete(cx, state, &mut gradient, Requests::default) {
+        match step::complete(cx, state, &mut gradient, &sharing, Requests::default) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
-            outcome => Ok((gradient, outcome.map(|stepped| stepped.record))),
+            outcome => {
+                sharing.finish()?;
+                Ok((gradient, outcome.map(|stepped| stepped.record)))
+            }
         }
     }
 

@@ -27,6 +27,7 @@ use loader::{Batch, BatchMemory, OpenedCurriculum, PrefetchSource, Prefetcher, R
 use crate::exec::ExecOptions;
 use crate::folder::RunFolder;
 use crate::mesh::axes::Axis;
+use crate::mesh::share::WeightSharing;
 use crate::mesh::{Mesh, ProcessMesh, team};
 use crate::model::{BatchBuffer, CheckedMicroBatch};
 use crate::reaction::ReactingSpec;
@@ -111,6 +112,7 @@ fn run(
     let stager = Stager::new(world.device).map_err(lost)?;
     let (memory, check, send) = (memory(&stager), checking(&spec), sending(stager));
     let mut batches = Prefetcher::by_step(ahead, slices(&spec, &team), memory, check, send)?;
+    let sharing = WeightSharing::new(&team);
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, micro_batches) = batch?;
         let context = StepContext { spec: reacting.spec(), team: &team, workers: exec.workers };
@@ -119,7 +121,7 @@ fn run(
             join: world.is_awaited(),
             keep: exec.keep.swap(false, Ordering::Relaxed),
         };
-        let stepped = step::advance(context, &mut state, &batch, &micro_batches, asked);
+        let stepped = step::advance(context, &mut state, &batch, &micro_batches, &sharing, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         replicas.keep(&team, &state)?;
         world.locks.check()?;
@@ -130,6 +132,7 @@ fn run(
         // Before the checkpoint: a run that resumes from it would not validate this step again.
         let Requests { mut stop, join, keep } = stepped.asked;
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {
+            sharing.finish()?;
             // A requested stop does not wait for validation.
             stop = stop || !recorder.validate(context, exec, &state)?;
         }
@@ -138,6 +141,7 @@ fn run(
         }
         reacting.learn(&stepped.record)?;
         if join && !stop && state.step < last_step(&spec, exec) {
+            sharing.finish()?;
             keeper.finish(&mut recorder)?;
             return Ok(LoopEnd::Joined);
         }
@@ -145,6 +149,7 @@ fn run(
             break;
         }
     }
+    sharing.finish()?;
     keeper.finish(&mut recorder)?;
     recorder.finish(state.step)?;
     // No rank may finish before rank 0 has written everything.

@@ -39,8 +39,9 @@ use ownership::{Ownership, ParamShard};
 pub struct State {
     /// The step; 0 before the first.
     pub step: u64,
-    /// Weights in canonical order, as the model read them in `step`: the same on every rank, except sharded ones, which
-    /// are flat buffers of this rank's shards.
+    /// Weights in canonical order, as the model read them in `step`: the same on every rank, except sharded ones,
+    /// which are flat buffers of this rank's shards. Those of other ranks may still be on their way
+    /// ([`crate::mesh::share`]).
     pub weights: Vec<Tensor>,
     /// The shards that this rank holds.
     pub fold: WeightShards,
@@ -336,6 +337,17 @@ impl State {
         Ok(whole)
     }
 
+    /// Whether the held weights are those that the model reads under `dtype`, sharded by `fold`.
+    pub(crate) fn holds(
+        &self,
+        parameters: &[ParamSpec],
+        dtype: Dtype,
+        fold: &WeightShards,
+    ) -> bool {
+        let mut both = parameters.iter().zip(&self.weights);
+        self.fold == *fold && both.all(|(parameter, weight)| parameter.kind(dtype) == weight.kind())
+    }
+
     /// Changes the held weights to what the model reads under `dtype`, sharded by `fold`. Returns whether other ranks
     /// have to send theirs, because they were held in a narrower dtype, or not held.
     pub(crate) fn cast_weights(
@@ -345,18 +357,16 @@ impl State {
         fold: WeightShards,
         workers: Workers,
     ) -> Result<bool> {
-        let stays =
-            |(parameter, weight): (&ParamSpec, &Tensor)| parameter.kind(dtype) == weight.kind();
-        let same = parameters.iter().zip(&self.weights).all(stays);
-        if self.fold != fold || !same {
-            // Whole tensors are overwritten, other ranks' pieces included.
-            self.await_copies()?;
+        if self.holds(parameters, dtype, &fold) {
+            return Ok(false);
         }
-        if self.fold != fold || (!same && fold.degree() > 1) {
+        // Whole tensors are overwritten, other ranks' pieces included.
+        self.await_copies()?;
+        if self.fold != fold || fold.degree() > 1 {
             self.allocate_weights(parameters, dtype, fold).map_err(refused)?;
             return self.round(workers).map(|()| true);
         }
-        if same { Ok(false) } else { self.cast_in_place(parameters, dtype).map_err(refused) }
+        self.cast_in_place(parameters, dtype).map_err(refused)
     }
 
     /// Allocates the weights under `fold` and copies this rank's pieces into them. Other ranks must send theirs.

@@ -1,4 +1,4 @@
-//! The end of a step: owners update their pieces, all ranks receive the new weights, and the ledger gets its record.
+//! The end of a step: owners update their pieces and send the new weights, and the ledger gets its record.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,29 +12,30 @@ use super::decide::StepDecision;
 use super::norm;
 use super::{ReducedGradient, Requests, StepContext};
 use crate::ledger::{Packed, SourceSums, StepRecord};
-use crate::mesh::share;
+use crate::mesh::share::{self, WeightSharing};
 use crate::mesh::words::WordWriter;
 use crate::optim::balance::RouterBalance;
 use crate::spec::RunSpec;
 use crate::state::{State, StateSums, Updated};
 
 /// Updates weights, moments and balancing biases, unless the step is skipped; returns the results. New weights are sent
-/// to the other ranks while the next ones are computed.
+/// to the other ranks while the next ones are computed; those of other ranks are received later.
 pub(super) fn apply(
     cx: StepContext<'_>,
     state: &mut State,
     gradient: &mut ReducedGradient,
     decided: &StepDecision,
+    sharing: &WeightSharing<'_>,
 ) -> Result<Option<Updated>> {
     let own = std::mem::take(&mut gradient.own);
     let mut moved = None;
     if decided.decision.moves() {
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
-        let mut sharing = share::WeightSharing::begin(cx.team, state)?;
+        sharing.begin(state)?;
         let by = (&decided.settings, &cx.spec.scales[..]);
         let done = |pieces| sharing.done(pieces);
         moved = Some(state.update(by, own, decided.at, cx.workers, done)?);
-        sharing.finish(state)?;
+        sharing.updated(state)?;
     }
     state.step = gradient.step;
     Ok(moved)
@@ -42,10 +43,20 @@ pub(super) fn apply(
 
 /// Makes the state hold the weights as the model reads them in `step`: an amendment may have changed their dtype, or a
 /// phase their sharding.
-pub(crate) fn cast_weights(cx: StepContext<'_>, state: &mut State, step: u64) -> Result<()> {
+pub(crate) fn cast_weights(
+    cx: StepContext<'_>,
+    state: &mut State,
+    step: u64,
+    sharing: &WeightSharing<'_>,
+) -> Result<()> {
     let StepContext { spec, team, workers } = cx;
-    let fold = team.lines(spec.model_at(step)?.cut)?.fold(&spec.parameters);
-    match state.cast_weights(&spec.parameters, spec.dtype_at(step), fold, workers)? {
+    let (fold, dtype) =
+        (team.lines(spec.model_at(step)?.cut)?.fold(&spec.parameters), spec.dtype_at(step));
+    if state.holds(&spec.parameters, dtype, &fold) {
+        return Ok(());
+    }
+    sharing.finish()?;
+    match state.cast_weights(&spec.parameters, dtype, fold, workers)? {
         true => share::weights(team, state),
         false => Ok(()),
     }

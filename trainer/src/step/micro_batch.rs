@@ -14,7 +14,8 @@ use crate::mesh::context::{SharedMicroBatch, SharedSink};
 use crate::mesh::sink::MicroBatchSink;
 use crate::mesh::sum::GradientSum;
 use crate::model::{
-    self, BatchBuffer, CheckedMicroBatch, GradientSink, MicroBatchContext, StagedMicroBatch,
+    self, AxisComm, BatchBuffer, CheckedMicroBatch, GradientSink, MicroBatchContext,
+    StagedMicroBatch, WeightArrival,
 };
 use crate::refusal::lost;
 use crate::spec::{PhaseModel, RunSpec};
@@ -84,6 +85,8 @@ pub(crate) struct RankMicroBatches<'a> {
     pub(crate) rank: u32,
     /// How it shares them with other ranks, if it does.
     pub(crate) shared: Option<SharedMicroBatch<'a>>,
+    /// The weights of other ranks that are still on their way.
+    pub(crate) arrival: &'a dyn WeightArrival,
 }
 
 impl RankMicroBatches<'_> {
@@ -136,7 +139,13 @@ impl RankMicroBatches<'_> {
             *self;
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
         let (options, number) = (workers.options().cut(*cut), numbers[micro_batch as usize]);
-        let compute = |staged, how: MicroBatchContext<'_>, sink: &mut dyn GradientSink| {
+        let how = MicroBatchContext {
+            line: shared.map(|shared| shared.line as &dyn AxisComm),
+            folded: shared.and_then(|shared| shared.folded),
+            arrival: Some(self.arrival),
+            ..options.into()
+        };
+        let compute = |staged, sink: &mut dyn GradientSink| {
             model::micro_batch(config, weights, biases, staged, label_count, how, sink)
         };
         let (into, at_once) =
@@ -144,13 +153,11 @@ impl RankMicroBatches<'_> {
         let (losses, checksum) = match shared {
             Some(shared) => {
                 let mut sink = SharedSink::new(shared, into);
-                let how =
-                    MicroBatchContext { options, line: Some(shared.line), folded: shared.folded };
-                (compute(staged, how, &mut sink)?, sink.finish()?)
+                (compute(staged, &mut sink)?, sink.finish()?)
             }
             None => {
                 let mut sink = MicroBatchSink::new(into, at_once);
-                (compute(staged, options.into(), &mut sink)?, sink.finish()?)
+                (compute(staged, &mut sink)?, sink.finish()?)
             }
         };
         MicroBatchReport::of(losses, checksum, &input(batch, micro_batch), detail)

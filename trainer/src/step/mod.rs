@@ -7,8 +7,8 @@
 //! 3 record       loss, labels and checksum of each micro-batch, router counts, checksum and chunk squares of each
 //!                piece of G: read by the host in one go, then exchanged                    small
 //! 4 decide       the same on every rank: skip, clip, learning rate
-//! 5 apply        owners update their pieces and share the new weights; checksums of each piece of the state, and
-//!                requests to stop                                                          small
+//! 5 apply        owners update their pieces and send the new weights, which the other ranks receive in the forward
+//!                pass of the next step; checksums of each piece of the state, and requests to stop     small
 //! ```
 //!
 //! A rank that is alone exchanges nothing: nothing is copied or sent. The host reads a device twice in a step, before
@@ -36,6 +36,7 @@ use crate::costs;
 use crate::ledger::{self, StepRecord};
 use crate::mesh::axes::Axis;
 use crate::mesh::context::{SharedMicroBatch, SharingExchange as Shares, SharingGroup};
+use crate::mesh::share::WeightSharing;
 use crate::mesh::slices::Slices;
 use crate::mesh::sum::GradientSum;
 use crate::mesh::team::PhaseMesh;
@@ -161,18 +162,21 @@ impl Requests {
 }
 
 /// Computes one step and updates the state: `batch` and `staged` are this rank's part. `asked` is called at the end for
-/// requests to this rank.
+/// requests to this rank. `sharing` has the weights of the step before that are still on their way, and then those of
+/// this one: whatever reads the weights of other ranks before the next step finishes it first.
 pub fn advance(
     cx: StepContext<'_>,
     state: &mut State,
     batch: &Batch,
     staged: &StagedBatch,
+    sharing: &WeightSharing<'_>,
     asked: impl Fn() -> Requests,
 ) -> Result<StepResult> {
     cx.team.group.reached(&format!("step {}", batch.step));
-    cast_weights(cx, state, batch.step)?;
-    let mut gradient = compute(cx, state, batch, staged, Detail::Sums)?.read(cx, &state.owners)?;
-    let stepped = complete(cx, state, &mut gradient, asked);
+    cast_weights(cx, state, batch.step, sharing)?;
+    let computed = compute(cx, state, batch, staged, Detail::Sums, sharing)?;
+    let mut gradient = computed.read(cx, &state.owners)?;
+    let stepped = complete(cx, state, &mut gradient, sharing, asked);
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
 }
 
@@ -183,9 +187,10 @@ pub fn compute(
     batch: &Batch,
     staged: &StagedBatch,
     detail: Detail,
+    sharing: &WeightSharing<'_>,
 ) -> Result<ComputedMicroBatches> {
     let StepContext { spec, team, workers } = cx;
-    let begun = team.group.sent();
+    let begun = sharing.sent();
     let cut = spec.model_at(batch.step)?.cut;
     let lines = team.lines(cut)?;
     let head = facts::head(cx, &lines, batch)?;
@@ -224,15 +229,18 @@ pub fn compute(
         workers,
         rank,
         shared,
+        arrival: sharing,
     };
-    let start = Instant::now();
+    let (start, before) = (Instant::now(), sharing.waited());
     let said = all.each(state, &sum, reached, || sum.leaf())?;
+    // A rank without micro-batches has not received them yet.
+    sharing.finish()?;
     let (mut record, alone) = (Record::default(), team.group.world() == 1);
     if !alone {
         said.iter().try_for_each(|said| said.put(&mut record))?;
         record.read().map_err(refused)?;
     }
-    team.group.computed(batch.step, start.elapsed());
+    team.group.computed(batch.step, start.elapsed() - (sharing.waited() - before));
     sum.computed()?;
     let shared = [context, shards].map(|line| line.map_or(Ok(0), Shares::finish));
     let [shared, folded] = shared;
@@ -298,11 +306,12 @@ pub fn complete(
     cx: StepContext<'_>,
     state: &mut State,
     gradient: &mut ReducedGradient,
+    sharing: &WeightSharing<'_>,
     asked: impl Fn() -> Requests,
 ) -> Result<StepResult> {
     let decided = decide::decide(cx.spec, &mut state.windows, gradient)?;
-    let moved = apply::apply(cx, state, gradient, &decided)?;
-    let (now, begun) = (cx.team.group.sent(), gradient.begun);
+    let moved = apply::apply(cx, state, gradient, &decided, sharing)?;
+    let (now, begun) = (sharing.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
     let sent = SentBytes { all: now.all - begun.all, between_nodes };
     let end = StepEnd { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };

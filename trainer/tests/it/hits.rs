@@ -12,6 +12,7 @@ use tools::replay::narrow::LocatedDifference;
 use trainer::RunSpec;
 use trainer::checkpoint::{Checkpoints, Snapshot, StateLayout, TensorSet};
 use trainer::ledger::{Ledger, StepRecord};
+use trainer::mesh::share::WeightSharing;
 use trainer::mesh::{Degrees, GradReduce, ProcessMesh};
 use trainer::model::Cut;
 use trainer::replay::{Replayer, Verdict, meet};
@@ -73,19 +74,20 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
             StepContext { spec: &spec, team: &team, workers },
             team.lines(Cut::WHOLE).unwrap().slice().unwrap(),
         );
-        let mut records = Vec::new();
+        let (mut records, sharing) = (Vec::new(), WeightSharing::new(&team));
         while state.step < last {
             let mut batch = loader::batch(&spec.plan, &spec.data, state.step + 1, slice).unwrap();
             (harm.text)(rank, &mut batch);
             let micro_batches =
                 StagedBatch::stage(&spec, &batch, &Stager::new(Device::Cpu).unwrap()).unwrap();
-            let mut record =
-                step::advance(cx, &mut state, &batch, &micro_batches, step::Requests::default)
-                    .unwrap()
-                    .record;
+            let asked = step::Requests::default;
+            let stepped =
+                step::advance(cx, &mut state, &batch, &micro_batches, &sharing, asked).unwrap();
+            let mut record = stepped.record;
             (harm.record)(&mut record);
             records.push(record);
         }
+        sharing.finish().unwrap();
         let snapshot = Snapshot::of(&state).unwrap();
         let blobs = checkpoints.write(&layout, &snapshot).unwrap();
         world.comm.barrier("the end").unwrap();

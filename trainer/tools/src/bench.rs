@@ -15,8 +15,9 @@ use tch::{Device, Kind};
 use crate::sizing::numbers::numbers;
 use crate::trace::Trace;
 use trainer::memory::{self, MachineDemand, MemoryUse, Parallelism};
+use trainer::mesh::ProcessMesh;
+use trainer::mesh::share::{self, WeightSharing};
 use trainer::mesh::words::{WordReader, WordWriter};
-use trainer::mesh::{ProcessMesh, share};
 use trainer::model::Assignment;
 use trainer::refusal::refused;
 use trainer::spec::RunSpec;
@@ -158,7 +159,12 @@ impl StepTable {
 }
 
 /// Computes step `number`: returns its outcome and the seconds that it took.
-fn timed(cx: StepContext<'_>, state: &mut State, number: u64) -> Result<(StepResult, f64)> {
+fn timed(
+    cx: StepContext<'_>,
+    state: &mut State,
+    sharing: &WeightSharing<'_>,
+    number: u64,
+) -> Result<(StepResult, f64)> {
     let batch = {
         let _watch = part(StepPart::Batch);
         let slice = cx.team.lines(cx.spec.model_at(number)?.cut)?.slice()?;
@@ -166,7 +172,8 @@ fn timed(cx: StepContext<'_>, state: &mut State, number: u64) -> Result<(StepRes
     };
     let micro_batches = micro_batch::stage(cx.spec, &batch, state.weights[0].device())?;
     let begin = Instant::now();
-    let stepped = step::advance(cx, state, &batch, &micro_batches, step::Requests::default)?;
+    let asked = step::Requests::default;
+    let stepped = step::advance(cx, state, &batch, &micro_batches, sharing, asked)?;
     Ok((stepped, begin.elapsed().as_secs_f64()))
 }
 
@@ -187,15 +194,16 @@ fn enough(spec: &RunSpec, warm_up: u64, steps: u64, traced: bool) -> Result<()> 
 fn traced(
     cx: StepContext<'_>,
     state: &mut State,
+    sharing: &WeightSharing<'_>,
     number: u64,
     file: &Path,
 ) -> Result<Option<Trace>> {
     if cx.team.group.rank() > 0 {
-        timed(cx, state, number)?;
+        timed(cx, state, sharing, number)?;
         return Ok(None);
     }
     let profile = profile::begin(state.weights[0].device()).map_err(refused)?;
-    let outcome = timed(cx, state, number);
+    let outcome = timed(cx, state, sharing, number);
     let events = profile.end(file).map_err(refused)?;
     Ok(Some(Trace::of(&events, outcome?.1)))
 }
@@ -222,8 +230,9 @@ pub fn step(
     let (before, _) = storage::process::resident();
     let mut state = State::begin(spec, device, Ownership::new(spec, rank, world), workers)?;
     share::weights(team, &state)?;
+    let sharing = WeightSharing::new(team);
     for number in 1..=warm_up {
-        timed(cx, &mut state, number)?;
+        timed(cx, &mut state, &sharing, number)?;
     }
     kernels::memory::anew();
     kernels::memory::anew_on(device).map_err(refused)?;
@@ -247,7 +256,7 @@ pub fn step(
     };
     let mut dealt = [0.0; 2];
     for number in warm_up + 1..=warm_up + steps {
-        let (outcome, parts) = measured(|| timed(cx, &mut state, number));
+        let (outcome, parts) = measured(|| timed(cx, &mut state, &sharing, number));
         let (stepped, seconds) = outcome?;
         table.seconds += seconds;
         table.by_step.push(OneStep { seconds, parts });
@@ -266,8 +275,9 @@ pub fn step(
     table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
     table.split();
     if let Some(file) = trace {
-        table.trace = traced(cx, &mut state, warm_up + steps + 1, file)?;
+        table.trace = traced(cx, &mut state, &sharing, warm_up + steps + 1, file)?;
     }
+    sharing.finish()?;
     Ok(table)
 }
 

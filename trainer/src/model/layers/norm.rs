@@ -45,6 +45,11 @@ impl RmsNorm {
         RmsNorm { weight, eps: config.rms_norm_eps }
     }
 
+    /// Waits for its weight, and for all that are declared before it.
+    pub(in crate::model) fn wait(&self, pass: &Pass<'_>) -> Result<()> {
+        pass.wait(self.weight.index() + 1)
+    }
+
     /// `x` normed, in [`Pass::kind`].
     pub(in crate::model) fn forward(
         &self,

@@ -53,7 +53,7 @@ pub struct StepTime {
     pub gradients: f64,
     /// See above.
     pub hidden: f64,
-    /// Seconds in which new weights are sent, of which the update hides some.
+    /// Seconds in which new weights are sent, of which the update and the next forward pass hide some.
     pub weights: f64,
     /// Model FLOPs of a step.
     pub model_flops: f64,
@@ -110,6 +110,8 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
     let back = sum([StepPart::ExpertsBack, StepPart::RouterBack, StepPart::AttentionBack]);
     let forward = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
     let way_back = (back + seconds.of(StepPart::Head) / 2.0) / rounds as f64;
+    let recompute = fleet.workers.keep() == ActivationCheckpointing::LayerInputs;
+    let first_forward = forward / rounds as f64 / if recompute { 2.0 } else { 1.0 };
     seconds.add(StepPart::Blocks, standing::waits(setting, needs, per_line, forward + back));
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     whole_gradients(setting, per_line, standing, &mut seconds);
@@ -131,12 +133,13 @@ pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<S
         packing(setting, first, per_line, standing, &mut seconds);
     }
     seconds.add(StepPart::Blocks, gradients - hidden);
-    // All messages but the last travel while other pieces are updated; the leader of a machine forwards them
-    // afterwards.
-    let (weights, early) = (near + far, 1.0 - 1.0 / MESSAGES as f64);
+    // All messages but the last travel while other pieces are updated. All but the first, which the embedding waits
+    // for, travel during the next step's first forward pass, in which the leader of a machine also forwards them.
+    let (weights, most) = (near + far, 1.0 - 1.0 / MESSAGES as f64);
     let direct = if far > 0.0 { far } else { near };
     let updating = seconds.of(StepPart::Muon) + seconds.of(StepPart::AdamW);
-    seconds.add(StepPart::Share, weights - cluster.overlap * early * direct.min(updating));
+    let covered = most * direct.min(updating) + first_forward.min(most * weights);
+    seconds.add(StepPart::Share, weights - cluster.overlap * weights.min(covered));
     let counts = Counts { per_line, rounds, micro_batches, standing };
     Ok(finish(setting, needs, counts, &seconds, ExchangeSeconds { gradients, hidden, weights }))
 }
