@@ -180,6 +180,7 @@ fn count(config: &ZayaConfig, by: MicroBatchShape) -> Result<MicroBatchCosts> {
         options: MicroBatchOptions { ops, keep: by.keep, cut: by.cut },
         line: (by.shared.degree > 1).then_some(&line as &dyn AxisComm),
         folded: (degree > 1).then_some(ShardedWeights { fold: &fold, line: &shards }),
+        arrival: None,
     };
     let mut sink = Watermarks::new(&specs);
     let (note, noted) = mpsc::channel();

@@ -8,10 +8,8 @@
 //! loss     = cross-entropy of norm(residual) times the embedding, or a head of its own
 //! ```
 //!
-//! A plain residual has no scales: it is the sum.
-//!
-//! With [`ActivationCheckpointing::LayerInputs`] a layer's activations are recomputed from its input for the backward
-//! pass: the same calls, so the same bits.
+//! A plain residual has no scales: it is the sum. With [`ActivationCheckpointing::LayerInputs`] a layer's activations
+//! are recomputed from its input for the backward pass: the same calls, so the same bits.
 //!
 //! A micro-batch runs through the layers by chunk ([`super::cut`]): every tensor here is a list with one entry per
 //! chunk, a single one where nothing is cut. Shapes: `N` tokens, `n` of a chunk, `D` width, `V` vocabulary.
