@@ -1,5 +1,5 @@
-//! New weights on their way: owners send them as they are computed, and a rank waits for them where a forward pass first
-//! reads them. Also the checksums of all pieces at the end of a step.
+//! New weights on their way: owners send them as they are computed, and a rank waits for them where a forward pass
+//! first reads them. Also the checksums of all pieces at the end of a step.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -564,7 +564,7 @@ mod tests {
     }
 
     /// Every piece is in one message of its owner, none waits for pieces behind it in an earlier message, and messages
-    /// are about as large. A weight is complete after the last message that has a piece of it or of one before it.
+    /// are about as large. The first weights are complete when no later message has a piece of one.
     #[test]
     fn messages_are_parts_of_what_a_rank_owns() {
         let (state, wanted) = state(0, 3, false);

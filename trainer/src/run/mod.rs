@@ -116,11 +116,7 @@ fn run(
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, micro_batches) = batch?;
         let context = StepContext { spec: reacting.spec(), team: &team, workers: exec.workers };
-        let asked = || Requests {
-            stop: exec.stopped(),
-            join: world.is_awaited(),
-            keep: exec.keep.swap(false, Ordering::Relaxed),
-        };
+        let asked = || requests(exec, world);
         let stepped = step::advance(context, &mut state, &batch, &micro_batches, &sharing, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         replicas.keep(&team, &state)?;
@@ -155,6 +151,12 @@ fn run(
     // No rank may finish before rank 0 has written everything.
     world.comm.barrier("the end").map_err(lost)?;
     Ok(LoopEnd::Done(RunOutcome { step: state.step, steps: spec.plan.steps(), state: digest }))
+}
+
+/// What this rank was requested to do since it was last asked.
+fn requests(exec: &ExecOptions, world: &World) -> Requests {
+    let (stop, join) = (exec.stopped(), world.is_awaited());
+    Requests { stop, join, keep: exec.keep.swap(false, Ordering::Relaxed) }
 }
 
 /// Validates after the step of `state`, if that was due and was broken off. Returns the last step to compute: none

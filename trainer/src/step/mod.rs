@@ -218,7 +218,6 @@ pub fn compute(
     // Without labels every gradient is 0, whatever the divisor.
     let numbers = &lines.micro_batches(head.micro_batches)?;
     let label_count = head.label_count.max(1);
-    let rank = team.group.launched_as();
     let all = RankMicroBatches {
         spec,
         batch,
@@ -227,7 +226,7 @@ pub fn compute(
         label_count,
         detail,
         workers,
-        rank,
+        rank: team.group.launched_as(),
         shared,
         arrival: sharing,
     };
@@ -242,8 +241,7 @@ pub fn compute(
     }
     team.group.computed(batch.step, start.elapsed() - (sharing.waited() - before));
     sum.computed()?;
-    let shared = [context, shards].map(|line| line.map_or(Ok(0), Shares::finish));
-    let [shared, folded] = shared;
+    let [shared, folded] = [context, shards].map(|line| line.map_or(Ok(0), Shares::finish));
     let (shared, start) = ([shared?, folded?], Instant::now());
     let own = sum.finish(&state.owners)?;
     let waited = start.elapsed();
