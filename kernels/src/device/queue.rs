@@ -133,6 +133,11 @@ impl Queue {
         self.module.as_ref().map_or("", |module| &module.architecture)
     }
 
+    /// Whether launches do something: not where tensors have no numbers.
+    pub(crate) fn launches(&self) -> bool {
+        self.module.is_some()
+    }
+
     /// The device.
     pub(crate) fn device(&self) -> Device {
         self.device
