@@ -183,9 +183,11 @@ mod tests {
             let (back, _) = ops.rms_norm_backward(&x, &factors, &vector, &narrow).unwrap();
             let product = ops.matmul(&narrow, &narrow.tr()).unwrap();
             let part = ops.matmul_part(&narrow, &narrow.tr()).unwrap();
+            let parts = [&narrow, &narrow.tr()].map(|side| side.unsqueeze(0));
+            let parts = ops.matmul_part(&parts[0], &parts[1]).unwrap();
             let gated = ops.swiglu(&narrow).unwrap();
             let ungated = ops.swiglu_backward(&narrow, &gated).unwrap();
-            let all = [normed, factors, back, product, part, gated, ungated];
+            let all = [normed, factors, back, product, part, parts, gated, ungated];
             all.map(|tensor| (tensor.size(), tensor.kind()))
         };
         for kind in [Kind::Float, Kind::BFloat16] {

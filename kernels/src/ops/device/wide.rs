@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, Result};
+use crate::{Error, Result, shapes};
 
 /// Whether libtorch has such matmuls on this device. Tries a small one, once per process.
 ///
@@ -31,6 +31,11 @@ pub(crate) fn multiplies(device: Device) -> Result<bool> {
 /// `left right` of float matrices, or batches of them, in f32.
 pub(super) fn product(left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let narrow = [left, right].iter().all(|side| side.kind() == Kind::BFloat16);
+    if narrow && left.device() == shapes::DEVICE {
+        // The operator has no shapes, and its answer is that of a real device.
+        let product = left.f_matmul(right)?.size();
+        return Ok(Tensor::f_empty(product, (Kind::Float, shapes::DEVICE))?);
+    }
     match (left.dim(), right.dim()) {
         (2, 2) if narrow && multiplies(left.device())? => Ok(left.f_mm_dtype(right, Kind::Float)?),
         (3, 3) if narrow && multiplies(left.device())? => Ok(left.f_bmm_dtype(right, Kind::Float)?),
