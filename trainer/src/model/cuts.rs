@@ -57,7 +57,9 @@ impl Model {
         for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
             let error = relative(a, b);
             worst = worst.max(error);
-            assert!(error < 1e-4, "{options:?} {}: {error:e}", spec.name);
+            // A temperature's gradient is one sum over all tokens, whose terms cancel: 2.4e-5 on one processor.
+            let most = if spec.name.ends_with(".temp") { 5e-5 } else { 2e-5 };
+            assert!(error < most, "{options:?} {}: {error:e}", spec.name);
         }
         println!("{options:?}: largest |a - b| / |b| against f64: {worst:.1e}");
     }
