@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     "shim/attention.cpp",
     "shim/device.cpp",
     "shim/group.cpp",
@@ -12,6 +12,7 @@ const SOURCES: [&str; 9] = [
     "shim/shapes.cpp",
     "shim/signals.cpp",
     "shim/switches.cpp",
+    "shim/tensors.cpp",
 ];
 
 fn main() {

@@ -72,6 +72,8 @@ fn in_bf16_the_host_is_asked_for_no_rows_of_experts() {
     on.finish("plain", &["--workers", "1", "--stop-after", "2"]);
     let names = by_name(&on.report("plain"));
     assert!(names["grouped_bf16"] > 0.0 && !names.contains_key("aten::_grouped_mm"), "{names:?}");
+    let apart = ["permute_bf16", "swiglu_bf16", "swiglu_backward_bf16"];
+    assert!(!apart.iter().any(|name| names.contains_key(*name)), "{names:?}");
     let reads = |out: &str| total(&on.report(out), "host_reads");
     let own = reads("plain");
     replayed(&on, "plain", "1");

@@ -1,6 +1,6 @@
 """A real server of Azure Blob Storage for tests/remote.rs (Azurite, from npm): a container with the files of a folder, until its input ends.
 
-    python3 tests/azurite.py FOLDER       prints the port it listens on once it is ready; 77 if Azurite is not installed
+    python3 tests/azurite.py FOLDER PORT  serves at PORT, and prints it once it is ready; 77 if Azurite is not installed
     python3 tests/azurite.py --install    installs it where npm can; exit 0 it is there, 77 it is not
 """
 
@@ -12,7 +12,6 @@ import hmac
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -71,13 +70,10 @@ def put(port, path, query, body, **headers):
     urllib.request.urlopen(request, timeout=30).read()
 
 
-def main(root):
+def main(root, port):
     if not PROGRAM.exists():
         return NO_PROGRAM
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry", "--blobPort", str(port)]
+    flags = ["--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry", "--blobPort", port]
     quiet = subprocess.DEVNULL
     # The server ends with this process, however that ends (PR_SET_PDEATHSIG, SIGKILL).
     dies = ctypes.CDLL(None).prctl
@@ -111,4 +107,4 @@ def main(root):
 
 
 if __name__ == "__main__":
-    sys.exit(install() if sys.argv[1] == "--install" else main(sys.argv[1]))
+    sys.exit(install() if sys.argv[1] == "--install" else main(*sys.argv[1:]))

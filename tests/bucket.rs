@@ -15,7 +15,7 @@ use std::time::Duration;
 use contract::{Key, Purpose, draw};
 
 use crate::python::{provision, skipped, tests_folder};
-use crate::support::{Ran, Scratch, zdata_command};
+use crate::support::{Ran, Scratch, free_port, zdata_command};
 
 /// Whose bucket it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +97,9 @@ impl Bucket {
         let started = python.and_then(|python| {
             let mut command = Command::new(python);
             command.arg(tests_folder().join(program)).arg(folder).stderr(Stdio::null());
+            if let Cloud::Az = cloud {
+                command.arg(free_port().to_string());
+            }
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
             let mut line = String::new();
             BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();

@@ -271,6 +271,29 @@ fn pipes_in_a_run_are_refused() {
         fs::remove_file(&file).unwrap();
         fs::rename(&kept, &file).unwrap();
     }
+    let fifo = |name: &str| {
+        let (file, kept) = (run.join(name), scratch.path("kept"));
+        let there = fs::rename(&file, &kept).is_ok();
+        assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
+        move || {
+            fs::remove_file(&file).unwrap();
+            assert!(!there || fs::rename(&kept, &file).is_ok());
+        }
+    };
+    let sending = [&args[..], &["--metrics-exec", "cat > /dev/null"]].concat();
+    for name in ["run.toml", "checkpoints.at", "metrics-exec.json"] {
+        let restore = fifo(name);
+        let refused = ztrain(&sending);
+        assert!([Some(2), Some(3)].contains(&refused.code), "{name}: {refused:?}");
+        assert!(refused.err.contains(name) && refused.err.contains("a FIFO, not a"), "{refused:?}");
+        restore();
+    }
+    fs::create_dir(run.join("explained")).unwrap();
+    let restore = fifo("explained/step-2.json");
+    let reported = ztrain(&["report", "--run", arg(&run)]);
+    assert!(reported.err.contains("step-2.json"), "{reported:?}");
+    reported.ok();
+    restore();
     ztrain(&args).ok();
 }
 

@@ -209,7 +209,7 @@ fn our_own_kernels_leave_one_ledger_too() {
         // The driver needs a context in each thread: the main thread, and those that compute in each step.
         assert!(total(&on.report("plain"), "contexts") > 4, "{change:?}");
         let ledger = |out: &str| on.ledger(out);
-        assert!(ledger("plain").contains("device 9, kernels "));
+        assert!(ledger("plain").contains("device 11, kernels "));
         // A recomputed micro-batch is checked separately, the others when they are added.
         let two = ["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"];
         on.finish("two", &[&two[..], &["--audit", "1/2"]].concat());
@@ -232,7 +232,7 @@ fn what_finishes_gradients_is_seen_by_its_memory() {
     let said = said.err;
     let read = |by: &str, reader| format!("that {by} wrote is read by {reader} on");
     // Bands, a library's grouped matmul with its row ends, and a plain matmul.
-    assert!(said.contains(&read("residual_norm_backward_bf16", "finish")), "{said}");
+    assert!(said.contains(&read("residual_norm_gathered_backward_bf16", "finish")), "{said}");
     for by in ["aten::_grouped_mm", "dispatch_places", "aten::mm", "finish"] {
         assert!(said.contains(&read(by, "finish_add")), "{by}: {said}");
     }
@@ -290,7 +290,7 @@ fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
     assert!(context > apart + least && folded > context, "{groups:?} groups of transfers");
 }
 
-/// Counts the operations and host reads of runs over one store.
+/// Counts the operations and host reads of runs over one store, with our own matmuls of experts.
 struct Counter {
     scratch: Scratch,
     store: PathBuf,
@@ -344,6 +344,11 @@ impl Counter {
         args.extend(["--validate-every", "0", "--workers", "1", "--stop-after", &steps]);
         let mut command = ztrain_command(&args);
         pretend(&mut command, &report);
+        command.env("ZTRAIN_GROUPED", "own");
+        if self.dtype == "bf16" {
+            // As on an H200; the stand-in has no architecture.
+            command.env("ZTRAIN_ATTENTION", "library");
+        }
         if !self.own {
             command.env("LD_LIBRARY_PATH", libtorch_cuda());
         }
@@ -385,7 +390,7 @@ fn bounded(what: &str, counted: &Counted, bound: [f64; 2]) {
 
 #[test]
 fn operations_of_a_step_are_bounded() {
-    let bounds = [[59.0, 0.0], [42.0, 0.0], [37.0, 2.0], [679.0, 2.0]];
+    let bounds = [[39.0, 0.0], [28.0, 0.0], [32.0, 2.0], [452.0, 2.0]];
     let parts = parts(true, "f32");
     for ((what, counted), bound) in parts.iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
@@ -401,10 +406,11 @@ fn moves_once(step: &Counted) {
     }
 }
 
-/// Rounding to bf16 is fused into the operation that produces the value, if it is ours.
+/// Rounding to bf16 is fused into the operation that produces the value, if it is ours. Our matmuls of experts read
+/// rows of tokens and compute SwiGLU, for which libtorch's need three launches more.
 #[test]
 fn operations_of_a_step_in_bf16_are_bounded() {
-    let bounds = [[59.0, 0.0], [43.0, 0.0], [37.0, 2.0], [679.0, 2.0]];
+    let bounds = [[36.0, 0.0], [29.0, 0.0], [32.0, 2.0], [432.0, 2.0]];
     // Gradients are checked when added, their sum when squared, and the state when updated.
     let parts = parts(true, "bf16");
     for ((what, counted), bound) in parts.iter().zip(bounds) {
@@ -422,8 +428,8 @@ fn operations_of_a_step_in_bf16_are_bounded() {
 #[test]
 fn operations_of_a_step_that_is_cut_are_bounded() {
     for (cut, a_layer, bound) in [
-        ("context_chunks = 2", [186.0, 0.0], [1700.0, 2.0]),
-        ("weight_shards = 2", [152.0, 0.0], [1270.0, 2.0]),
+        ("context_chunks = 2", [147.0, 0.0], [1320.0, 2.0]),
+        ("weight_shards = 2", [132.0, 0.0], [1050.0, 2.0]),
     ] {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
@@ -532,7 +538,7 @@ fn operations_of_nano_are_bounded() {
 /// Without a GPU compiler.
 #[test]
 fn operations_of_libtorch_alone_are_bounded() {
-    let bounds = [[1120.0, 2.0], [160.0, 0.0], [8400.0, 2.0], [17500.0, 18.0]];
+    let bounds = [[1070.0, 2.0], [115.0, 0.0], [8400.0, 2.0], [17400.0, 18.0]];
     for ((what, counted), bound) in parts(false, "f32").iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);

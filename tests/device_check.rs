@@ -59,7 +59,7 @@ fn the_check_of_a_gpu_goes_to_its_end_on_a_pretended_one() {
     let ledgers = |of: &str| outcome["checks"][of]["ledgers"].as_object().unwrap().len();
     assert_eq!([ledgers("bits f32"), ledgers("bits bf16"), ledgers("ranks")], [3, 3, 4]);
     let experts = outcome["checks"]["gemm"]["experts"].as_array().unwrap();
-    assert_eq!(experts.len(), 2 * 2, "two products, there and back");
+    assert_eq!(experts.len(), 3 * 2, "two products and a layer, there and back");
     for row in experts {
         let [of, best] = ["trained", "loop"].map(|way| row[way].as_f64().unwrap());
         assert!(of > 0.0 && best > 0.0 && row["own"].is_null(), "{row}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::ranks::{Fixture, ranks_of, signal, until_lines};
-use crate::support::{CUT, MIDDLING};
+use crate::support::{CUT, MIDDLING, free_port};
 
 /// Ranks lost during a run.
 struct Case {
@@ -176,9 +176,7 @@ fn so_do_ranks_that_hold_weights_for_each_other() {
 fn so_do_ranks_that_nobody_watches_and_whose_store_is_lost() {
     let fixture = Fixture::new(&[("batch = 6", "batch = 12"), ("batch = 8", "batch = 16")]);
     fixture.finish("alone", &["--nproc", "1"]);
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port().to_string();
-    drop(free);
+    let port = free_port().to_string();
     let start = |rank: u32| {
         let mut command = fixture.run("unwatched", &["--min-ranks", "1", "--replicate"]);
         let rank = rank.to_string();
@@ -200,7 +198,11 @@ fn so_do_ranks_that_nobody_watches_and_whose_store_is_lost() {
         assert!(start.elapsed() < Duration::from_secs(300), "the last rank hangs");
         std::thread::sleep(Duration::from_millis(20));
     }
-    let said = fs::read_to_string(fixture.scratch.path("2.err")).unwrap();
+    let said = [0, 1, 2].map(|rank| {
+        let text = fs::read_to_string(fixture.scratch.path(&format!("{rank}.err"))).unwrap();
+        format!("rank {rank}: {text}")
+    });
+    let said = said.join("\n");
     assert!(third.0.wait().unwrap().success(), "{said}");
     fixture.assert_same("alone", "unwatched");
     let lost: Vec<Vec<u64>> =

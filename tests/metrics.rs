@@ -39,7 +39,7 @@ fn sent(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     let lines = whole.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    lines.filter(|line| !line["loss/all"].is_null()).collect()
+    lines.filter(|line| !line["total/loss"].is_null()).collect()
 }
 
 /// Kills a run once its program has lines of so many steps, and waits until the program has read the rest. Returns the
@@ -78,7 +78,7 @@ fn every_step_reaches_a_program_once() {
     let found = sent(&lines);
     let pairs: Vec<_> = found
         .iter()
-        .map(|line| (line["step"].as_u64().unwrap(), line["loss/all"].as_f64().unwrap()))
+        .map(|line| (line["step"].as_u64().unwrap(), line["total/loss"].as_f64().unwrap()))
         .collect();
     // A kill may come after a line and before its mark: lines behind the mark are sent again.
     let wanted = losses(&folder);
@@ -115,8 +115,63 @@ fn a_program_that_ends_or_never_began_is_told_of_and_changes_nothing() {
         assert!(ran.ok().starts_with("done after step 20"));
         // What the program has read is not known, so every step is sent again.
         let mark = fs::read_to_string(scratch.path("run/metrics-exec.json")).unwrap();
-        assert_eq!(mark.trim(), "{\"step\":0}");
+        assert_eq!(mark.trim(), "{\"step\":0,\"events\":0}");
     }
+}
+
+/// A program that was added later, or replaces one that failed, gets earlier validations behind their steps.
+#[test]
+fn validations_reach_a_later_program_too() {
+    let scratch = Scratch::new();
+    let (run, lines) = (begun(&scratch), scratch.path("lines"));
+    let until = |stop, program: &str| {
+        let more = ["--validate-every", "4", "--stop-after", stop, "--metrics-exec", program];
+        let ran = ztrain(&with(&run, &more));
+        let said = ran.err.clone();
+        ran.ok();
+        said
+    };
+    let mark = scratch.path("run/metrics-exec.json");
+    until("10", "cat > /dev/null; exit 3");
+    let cat = format!("cat >> '{}'", arg(&lines));
+    until("14", &cat);
+    // A mark beyond the run is cut to it.
+    let kept: Value = serde_json::from_slice(&fs::read(&mark).unwrap()).unwrap();
+    fs::write(&mark, serde_json::json!({"step": 999, "events": kept["events"]}).to_string())
+        .unwrap();
+    let said = until("20", &cat);
+    assert!(said.contains("metrics-exec.json is of step 999"), "{said}");
+    let text = fs::read_to_string(lines).unwrap();
+    let found = text
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap())
+        .map(|line| (line["step"].as_u64().unwrap(), line["total/validation"].as_f64()));
+    let events = fs::read_to_string(scratch.path("run/events.jsonl")).unwrap();
+    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let validations = events.filter(|event| event["event"] == "validation");
+    let loss = |event: Value| (event["step"].as_u64().unwrap(), event["all"]["loss"].as_f64());
+    let mut wanted: Vec<_> =
+        (1..21).map(|step| (step, None)).chain(validations.map(loss)).collect();
+    wanted.sort_by_key(|(step, loss)| (*step, loss.is_some()));
+    assert!(wanted.len() > 24, "{wanted:?}");
+    assert_eq!(found.collect::<Vec<_>>(), wanted);
+}
+
+/// What the shell has started ends with it.
+#[test]
+fn a_program_that_does_not_end_is_killed_with_its_children() {
+    let scratch = Scratch::new();
+    let (run, child) = (begun(&scratch), scratch.path("child"));
+    let program = format!("sleep 777 & echo $! > '{}'; wait; true", arg(&child));
+    let ran: Ran = ztrain(&with(&run, &["--stop-after", "2", "--metrics-exec", &program]));
+    assert!(ran.err.contains("and was killed"), "{}", ran.err);
+    ran.ok();
+    let child = fs::read_to_string(child).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/stat", child.trim())).unwrap_or_default();
+    // Its new parent may not have reaped it yet.
+    let ended = status.is_empty() || status.contains(") Z ");
+    let _ = Command::new("kill").arg(child.trim()).stderr(Stdio::null()).status();
+    assert!(ended, "{status}");
 }
 
 /// The ranks that are left after a loss do not wait for the program, and do not start it again.
@@ -132,7 +187,8 @@ fn a_program_outlives_the_loss_of_a_rank() {
     until_lines(&run, 7, &mut launcher);
     signal("KILL", ranks[2]);
     assert!(launcher.wait().unwrap().success());
-    let pair = |line: &Value| (line["step"].as_u64().unwrap(), line["loss/all"].as_f64().unwrap());
+    let pair =
+        |line: &Value| (line["step"].as_u64().unwrap(), line["total/loss"].as_f64().unwrap());
     assert_eq!(sent(&lines).iter().map(pair).collect::<Vec<_>>(), losses(&run));
     assert_eq!(fs::read_to_string(starts).unwrap(), "started\n");
     let events = fs::read_to_string(run.join("events.jsonl")).unwrap();

@@ -61,6 +61,7 @@ fn what_an_options_file_cannot_say_is_refused_at_its_line() {
         ("curriculum = \"a.toml\"", &["options.toml:2:1", "--curriculum on the command line"]),
         ("options = \"b.toml\"", &["options.toml:2:1", "--options on the command line"]),
         ("group = \"x\"", &["options.toml:2:1", "unknown key `group`"]),
+        ("checkpoints = \"\"", &["no place is named"]),
         ("keep = 0", &["options.toml:2:8", "--keep"]),
         ("keep = \"many\"", &["options.toml:2:8", "many"]),
         ("keep = true", &["options.toml:2:8", "what --keep takes: COUNT"]),

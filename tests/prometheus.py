@@ -1,14 +1,13 @@
 """Lets a real Prometheus scrape a page, and prints what it then knows as JSON.
 
-    python3 tests/prometheus.py check HOST:PORT   scrapes http://HOST:PORT/metrics; 77 where there is no Prometheus
-    python3 tests/prometheus.py --install         installs it where that is possible (Debian, root); 77 where not
+    python3 tests/prometheus.py check HOST:PORT OWN   scrapes http://HOST:PORT/metrics, serves at port OWN; 77 without Prometheus
+    python3 tests/prometheus.py --install             installs it where that is possible (Debian, root); 77 where not
 """
 
 import json
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ import urllib.request
 import browser
 
 
-def check(target):
+def check(target, port):
     program = shutil.which("prometheus")
     if not program:
         print("no Prometheus is installed")
@@ -27,9 +26,6 @@ def check(target):
     with tempfile.TemporaryDirectory(prefix="ztrain-prometheus-") as home:
         config = pathlib.Path(home, "prometheus.yml")
         config.write_text(f"global: {{scrape_interval: 2s, scrape_timeout: 2s}}\nscrape_configs: [{{job_name: ztrain, static_configs: [{{targets: ['{target}']}}]}}]\n")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         own = f"127.0.0.1:{port}"
         command = [program, f"--config.file={config}", f"--storage.tsdb.path={home}/data", f"--web.listen-address={own}"]
         with open(f"{home}/log", "wb") as log:
@@ -63,7 +59,7 @@ if __name__ == "__main__":
     command = sys.argv[1:]
     if command == ["--install"]:
         sys.exit(browser.install("Prometheus", lambda: shutil.which("prometheus"), ["prometheus"]))
-    if len(command) == 2 and command[0] == "check":
-        sys.exit(check(command[1]))
+    if len(command) == 3 and command[0] == "check":
+        sys.exit(check(*command[1:]))
     print(__doc__)
     sys.exit(2)

@@ -77,3 +77,45 @@ fn a_run_fixes_what_its_mix_reads() {
         .fails(4, &["from step 10 on do not follow from the losses", "ledger.jsonl:11"]);
     zdata(&["batch", path, "--step", "11", "--run", arg(&run)]).fails(4, &["do not follow"]);
 }
+
+/// Where a run's losses decide what was read, its ledger decides whether an amendment can run.
+#[test]
+fn an_amendment_with_which_a_source_runs_out_is_refused_before_the_run_goes_on() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    let mix = "mix = { rule = \"learnability\", start = { web = 0.7, math = 0.3 }, window = 3, rate = 0.5 }";
+    let change = [
+        ("mix = { web = 0.7, math = \"3/10\" }", mix),
+        ("mix = { web = 1, math = 3 }", "mix = { web = 1 }"),
+        ("steps = 12", "steps = 60"),
+        ("max_epochs = 3", "max_epochs = 1"),
+        ("[model]", "[source.web]\nmax_epochs = 30\n\n[model]"),
+    ];
+    let path = curriculum(&scratch, &store, "begun.toml", &change);
+    let (run, begun) = (scratch.path("run"), arg(&path).to_owned());
+    let train = |file: &str, extra: &[&str]| {
+        let words = ["--curriculum", file, "--out", arg(&run), "--workers", "1", "--quiet"];
+        ztrain(&[&words[..], extra].concat())
+    };
+    train(&begun, &["--stop-after", "9"]).ok();
+    let own = run.join("run.toml");
+    let before = fs::read(&own).unwrap();
+    let why = ["source \"math\" runs out at step", "the amendment that", "max_epochs"];
+    zdata(&["amend", arg(&own), "--step", "10", "--mix", "math=1"]).fails(2, &why);
+    assert_eq!(fs::read(&own).unwrap(), before);
+    let proof = zdata(&["amend", arg(&own), "--step", "10", "--mix", "web=1", "--json"]).ok();
+    let proof: Value = serde_json::from_str(&proof).unwrap();
+    assert_ne!(proof["digest_of_run"][0], proof["digest_of_run"][1], "{proof}");
+
+    // The same in a file that says nothing of the run: what knows the ledger refuses it.
+    let text =
+        fs::read_to_string(&path).unwrap() + "\n[[amendment]]\nstep = 10\nmix = { math = 1 }\n";
+    let amended = scratch.write("amended.toml", text);
+    let why = ["source \"math\" runs out at step", "amended.toml:"];
+    zdata(&["plan", arg(&amended), "--run", arg(&run)]).fails(2, &why);
+    let ledger = fs::read(run.join("ledger.jsonl")).unwrap();
+    fs::write(&own, &before).unwrap();
+    train(arg(&amended), &[]).fails(2, &why);
+    assert_eq!(fs::read(run.join("ledger.jsonl")).unwrap(), ledger);
+    train(&begun, &["--stop-after", "12"]).ok();
+}

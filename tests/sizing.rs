@@ -33,6 +33,8 @@ fn a_machine_is_measured_and_planned_on() {
     ztrain(&plan).fails(2, &["no [memory]", "ztrain bench memory"]);
     let memory = ["bench", "memory", "--to", "256K", "--seconds", "0.01", "--out", arg(&cluster)];
     assert!(ztrain(&memory).ok().contains("triad"));
+    let none = ["bench", "memory", "--from", "4M", "--to", "1M", "--out", arg(&cluster)];
+    ztrain(&none).fails(2, &["no size lies between"]);
     let told = ztrain(&[&plan[..], &["--json"]].concat()).ok();
     let told: serde_json::Value = serde_json::from_str(&told).unwrap();
     let phases = told["sizing"]["phases"].as_array().unwrap();

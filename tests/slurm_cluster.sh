@@ -37,8 +37,8 @@ start_cluster() {
   }
   trap finish EXIT
 
-  # Ports of its own, so that it stands beside whatever runs here already.
-  port=$((20000 + $$ % 20000))
+  # Ports of its own, so that it stands beside whatever runs here already; Linux gives those from 32768 on to connections.
+  port=$((20000 + $$ % 12000))
   mkdir -p "$dir/state" "$dir"/spool-node{1,2,3}
   cat >"$dir/slurm.conf" <<CONF
 ClusterName=zstack

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use serde_json::Value;
 
 use crate::ranks::{Fixture, ranks_of, until_lines};
-use crate::support::Ran;
+use crate::support::{Ran, free_port};
 
 /// One of two ranks started by hand, with these additional variables.
 fn rank(fixture: &Fixture, rank: &str, port: u16, more: &[(&str, &str)]) -> Child {
@@ -19,11 +19,6 @@ fn rank(fixture: &Fixture, rank: &str, port: u16, more: &[(&str, &str)]) -> Chil
     command.env_remove("ZTRAIN_RUN_KEY").env_remove("ZTRAIN_RUN_KEY_FILE");
     command.envs(more.iter().copied());
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-}
-
-fn free_port() -> u16 {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    free.local_addr().unwrap().port()
 }
 
 fn ran(child: Child) -> Ran {

@@ -270,6 +270,21 @@ fn a_straggler_is_found_and_dealt_with_as_the_rules_say() {
     }
 }
 
+/// Of two ranks one has no micro-batch: the other one is not slow.
+#[test]
+fn a_rank_that_works_alone_is_no_straggler() {
+    let whole = [
+        ("batch = 8\nmicro_batch = 2", "batch = 16\nmicro_batch = 16"),
+        ("batch = 6\nmicro_batch = 2", "batch = 12\nmicro_batch = 12"),
+    ];
+    let fixture = Fixture::new(&[&whole[..], &LONG[2..]].concat());
+    fixture.finish("alone", &["--nproc", "1"]);
+    let rules = "slow = { times = 1.5, score = 1.0, steps = 3 }\n[[straggler]]\ndo = \"evict\"\n";
+    let mut run = Supervised::begin(&fixture, "apart", rules, &["--nproc", "2"]);
+    run.assert_same();
+    assert_eq!(run.done(), []);
+}
+
 /// The launcher is killed or halted: all ranks end with it, and all are restarted.
 #[test]
 fn a_launcher_that_is_gone_or_held_is_started_again() {

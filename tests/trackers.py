@@ -16,7 +16,7 @@ def mlflow_has(run):
 
     client = MlflowClient(tracking_uri=(run / "mlruns").resolve().as_uri())
     run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
-    history = client.get_metric_history(run_id, "loss/all")
+    history = client.get_metric_history(run_id, "total/loss")
     return [[one.step, one.value] for one in history], [run_id]
 
 
@@ -47,9 +47,9 @@ def wandb_has(run):
                 runs.add(record.run.run_id)
             if record.WhichOneof("record_type") == "history":
                 items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                if "loss/all" in items:
+                if "total/loss" in items:
                     step = record.history.step.num if record.history.HasField("step") else items["_step"]
-                    rows.append([step, items["loss/all"]])
+                    rows.append([step, items["total/loss"]])
     return rows, sorted(runs)
 
 

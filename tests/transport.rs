@@ -14,7 +14,7 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use crate::ranks::{Fixture, hold_one, kill_in_turn};
-use crate::support::{CUT, MIDDLING, Ran, SHORT, compiled, ztrain_command};
+use crate::support::{CUT, MIDDLING, Ran, SHORT, compiled, free_port, ztrain_command};
 
 /// The stand-in, compiled once.
 pub(crate) fn standin() -> &'static Path {
@@ -203,7 +203,7 @@ fn a_call_that_does_not_return_is_given_up() {
 #[test]
 fn a_library_on_one_rank_only_is_refused_or_passed_over() {
     let fixture = carried(&[]);
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let rank = |rank: &str| {
         let mut command = fixture.run("one", &[]);
         command.envs([("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)]);

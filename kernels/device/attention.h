@@ -64,12 +64,12 @@ KERNEL(query_key_bf16, 256, LIMIT(48, 0, 8),
 }
 
 // Back, in the memory of grad: the gradient of raw, and the same rounded, unless there is no memory for that; and that of z
-// through the means, [N, G d]. In bands of tokens: that of the
-// bias, [bands, G d], and that of the temperature, [bands, K]. A block has a band of a key head with its query heads; 16 lanes
-// a token.
+// through the means, [N, G d]. In bands of tokens: that of the bias, [bands, G d], and that of the temperature, [bands, K]. The
+// gradient of what is turned is read from grad, or in bf16, [H, N, d] and [K, N, d], where it is given so. A block has a band of a
+// key head with its query heads; 16 lanes a token.
 KERNEL(query_key_backward, 256, LIMIT(64, 128, 8),
-       (const f32* raw, const f32* factors, const f32* temperature, const f32* cosines, const f32* sines, f32* grad,
-        bf16* rounded, f32* means, f32* bias, f32* temperatures, u32 tokens, u32 queries, u32 keys, u32 width, u32 half)) {
+       (const f32* raw, const f32* factors, const f32* temperature, const f32* cosines, const f32* sines, const bf16* of_queries,
+        const bf16* of_keys, f32* grad, bf16* rounded, f32* means, f32* bias, f32* temperatures, u32 tokens, u32 queries, u32 keys, u32 width, u32 half)) {
   SHARED(f32, shares, 32);
   const u32 key = block_index() % keys, band = block_index() / keys, lane = thread_index() % PARTS;
   const u32 group = queries / keys, channels = (queries + keys) * width;
@@ -85,12 +85,18 @@ KERNEL(query_key_backward, 256, LIMIT(64, 128, 8),
       const Row row = {head * tokens + token, lane, there};
       const f32* own = raw + static_cast<u64>(row.index) * width;
       f32* to = grad + static_cast<u64>(row.index) * width;
-      if (there)
+      const bf16* given = member < group ? of_queries : of_keys;
+      const u64 from = static_cast<u64>(member < group ? row.index : row.index - queries * tokens) * width;
+      const auto at = [=](u32 place) { return given == nullptr ? to[place] : wide(given[from + place]); };
+      if (there) {
         for (u32 place = lane; place < half; place += PARTS) {
-          const f32 a = to[place], b = to[place + half], cosine = cosines[angles + place], sine = sines[angles + place];
+          const f32 a = at(place), b = at(place + half), cosine = cosines[angles + place], sine = sines[angles + place];
           to[place] = a * cosine + b * sine;
           to[place + half] = b * cosine - a * sine;
         }
+        if (given != nullptr)
+          for (u32 place = 2 * half + lane; place < width; place += PARTS) to[place] = at(place);
+      }
       barrier();  // other lanes take up what these have turned
       const f32 dot = along_row(row, width, [=](u32 place) { return to[place] * own[place]; });
       const f32 factor = there ? factors[row.index] : 0.0f, scale = member < group ? 1.0f : temperature[key];

@@ -9,10 +9,10 @@
 constexpr u32 FILL = 7;
 constexpr u32 CLASSES = 1024;  // at most
 
-// A block has so many `rounds` of 256 tokens that there are at most 128 blocks: each of them reads the counts of all, which so do not
-// grow with the square of the tokens.
+// A block has so many `rounds` of 256 tokens that there are at most 128 blocks: each of them reads the counts of all, which
+// so do not grow with the square of the tokens.
 
-// counts[b, c]: tokens of block b that go to class c.
+// counts[b, c]: tokens of block b that go to class c, where no router has counted them.
 KERNEL(dispatch_counts, 256, LIMIT(48, 1024, 8), (const i64* choice, u32* counts, u32 tokens, u32 classes, u32 rounds)) {
   SHARED(u32, chosen, 256);
   for (u32 round = 0; round < rounds; ++round) {
@@ -29,23 +29,24 @@ KERNEL(dispatch_counts, 256, LIMIT(48, 1024, 8), (const i64* choice, u32* counts
   }
 }
 
-// places[t]: the row of token t; order[p]: the token of row p, -1 where there is none. Every block works out from the counts of all
-// of them where its tokens go, 16 lanes a class. The first one writes what belongs to no token, too: totals[c], tokens of a class,
-// i64; ends[c], where the rows of class c end, as a grouped product wants them; and the rows without a token. At least one block.
+// places[t]: the row of token t; order[p]: the token of row p, -1 where there is none. Every block works out from counts of
+// each `part` tokens, a divisor of 256 or a block's, where its own go, 16 lanes a class. The first one writes what belongs to
+// no token, too: totals[c], tokens of a class, i64; ends[c], where the rows of class c end, as a grouped product wants them;
+// and the rows without a token. At least one block.
 KERNEL(dispatch_places, 256, LIMIT(48, 9232, 7),
        (const i64* choice, const u32* counts, i64* totals, int* ends, i64* places, int* order, u32 tokens, u32 classes, u32 rows,
-        u32 rounds)) {
+        u32 rounds, u32 part)) {
   SHARED(u32, chosen, 256);
   SHARED(u32, start, CLASSES + 1);  // of each class, and where the last one ends
   SHARED(u32, next, CLASSES);       // where the next token of each class goes
-  const u32 blocks = (tokens + BLOCK * rounds - 1) / (BLOCK * rounds), lane = thread_index() % PARTS;
+  const u32 parts = (tokens + part - 1) / part, earlier = block_index() * (BLOCK * rounds / part), lane = thread_index() % PARTS;
   for (u32 base = 0; base < classes; base += ROWS) {
     const u32 each = base + thread_index() / PARTS;
     u32 sum = 0, before = 0;
-    for (u32 block = lane; block < blocks && each < classes; block += PARTS) {
-      const u32 count = counts[static_cast<u64>(block) * classes + each];
+    for (u32 index = lane; index < parts && each < classes; index += PARTS) {
+      const u32 count = counts[static_cast<u64>(index) * classes + each];
       sum += count;
-      before += block < block_index() ? count : 0;
+      before += index < earlier ? count : 0;
     }
     sum = together(sum);
     before = together(before);
@@ -171,12 +172,7 @@ DEVICE void unpermuted(const i64* places, const T* x, const T* passed, const int
   moved_by(
       by_fours(width, x, passed, beside, out), out, beside, tokens, width,
       [=](u32 token) { return row_at(static_cast<u32>(places[token]), x, passed, ends, experts, width); },
-      [=](const Packed<T>& value, const Packed<T>& other, u32) {
-        Packed<T> sum = {};
-        UNROLL
-        for (u32 next = 0; next < 4; ++next) put(sum, next, wide(value, next) + wide(other, next));
-        return sum;
-      });
+      [=](const Packed<T>& value, const Packed<T>& other, u32) { return plus(value, other); });
 }
 KERNEL(unpermute_f32, 256, LIMIT(64, 0, 8, 8),
        (const i64* places, const f32* x, const f32* passed, const int* ends, const f32* beside, f32* out, u32 tokens, u32 experts,
@@ -197,13 +193,7 @@ DEVICE void gathered(const i64* places, const T* x, const T* passed, const int* 
   moved_by(
       by_fours(width, x, passed, out), out, none, tokens, width,
       [=](u32 token) { return row_at(static_cast<u32>(places[token]), x, passed, ends, experts, width); },
-      [=](const Packed<T>& value, const Packed<T>&, u32 token) {
-        const f32 by = weight[token];
-        Packed<T> scaled = {};
-        UNROLL
-        for (u32 next = 0; next < 4; ++next) put(scaled, next, wide(value, next) * by);
-        return scaled;
-      });
+      [=](const Packed<T>& value, const Packed<T>&, u32 token) { return times(value, weight[token]); });
 }
 KERNEL(gather_f32, 256, LIMIT(48, 0, 8, 4),
        (const i64* places, const f32* x, const f32* passed, const int* ends, const f32* weight, f32* out, u32 tokens, u32 experts,
@@ -241,14 +231,11 @@ DEVICE void gathered_back(const int* order, const T* x, const T* passed, const i
       UNROLL
       for (u32 next = 0; next < AHEAD; ++next) {
         Four product;
-        Packed<T> scaled = {};
         UNROLL
-        for (u32 each = 0; each < 4; ++each) {
-          product.at[each] = wide(grads[next], each) * wide(rows[next], each);
-          put(scaled, each, wide(grads[next], each) * by[next]);
-        }
+        for (u32 each = 0; each < 4; ++each) product.at[each] = wide(grads[next], each) * wide(rows[next], each);
         put_summands(products, next, product);
-        if (place + next < places) store<WHOLE>(out + static_cast<u64>(place + next) * width, column, width, scaled);
+        if (place + next >= places) continue;
+        store<WHOLE>(out + static_cast<u64>(place + next) * width, column, width, times(grads[next], by[next]));
       }
       barrier();
       part = added<AHEAD>(products, part, width - base);

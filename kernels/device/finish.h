@@ -12,27 +12,49 @@ struct Unfinished {
   u64 out;     // where column 0 goes
   u32 bands, width;
   u32 stride;  // from one column of the outcome to the next
-  u32 block;   // the first of its blocks; it has one for each 256 columns begun
+  u32 block;   // the first of its blocks; it has one for each 32 columns begun
 };
 static_assert(sizeof(Unfinished) == 48, "as the host lays it out");
 
-// The sum of partial[band, c] over bands, in f64.
-DEVICE f32 over_bands(u64 partial, const Unfinished& one, u32 column) {
+// A block has 32 columns, and this many bands at once in shared memory: all threads bring them, so that the lanes that add, one for
+// each column, wait for no memory but that.
+constexpr u32 COLUMNS = 32, AT_ONCE = 128;
+
+// The sum of partial[band, c] over bands, in order and in f64, in the lanes that add.
+DEVICE f32 over_bands(u64 partial, const Unfinished& one, u32 column, f32* brought) {
+  const u32 lane = thread_index() % COLUMNS, group = thread_index() / COLUMNS;
   const f32* from = reinterpret_cast<const f32*>(partial) + column;
   f64 all = 0.0;
-  for (u32 band = 0; band < one.bands; ++band) all += static_cast<f64>(from[static_cast<u64>(band) * one.width]);
+  for (u32 first = 0; first < one.bands; first += AT_ONCE) {
+    f32 own[AT_ONCE * COLUMNS / BLOCK];
+    UNROLL
+    for (u32 next = 0; next < AT_ONCE * COLUMNS / BLOCK; ++next) {
+      const u32 band = first + group + next * (BLOCK / COLUMNS);
+      own[next] = band < one.bands && column < one.width ? from[static_cast<u64>(band) * one.width] : 0.0f;
+    }
+    barrier();
+    UNROLL
+    for (u32 next = 0; next < AT_ONCE * COLUMNS / BLOCK; ++next)
+      brought[(group + next * (BLOCK / COLUMNS)) * COLUMNS + lane] = own[next];
+    barrier();
+    if (group > 0) continue;
+    const u32 count = one.bands - first < AT_ONCE ? one.bands - first : AT_ONCE;
+    for (u32 band = 0; band < count; ++band) all += static_cast<f64>(brought[band * COLUMNS + lane]);
+  }
   return static_cast<f32>(all);
 }
 
 // out[c] = sum over bands, times the factor, or plus the factor times the other sum.
-KERNEL(finish, 256, LIMIT(48, 0, 8), (const Unfinished* all, u32 count)) {
+KERNEL(finish, 256, LIMIT(48, 16384, 4), (const Unfinished* all, u32 count)) {
+  SHARED(f32, brought, AT_ONCE * COLUMNS);
   const Unfinished one = all[piece_of_block(all, count)];
-  const u32 column = (block_index() - one.block) * BLOCK + thread_index();
-  if (column >= one.width) return;
-  f32 sum = over_bands(one.from, one, column);
+  const u32 column = (block_index() - one.block) * COLUMNS + thread_index() % COLUMNS;
+  f32 sum = over_bands(one.from, one, column, brought);
+  const f32 other = one.other != 0 ? over_bands(one.other, one, column, brought) : 0.0f;
+  if (column >= one.width || thread_index() >= COLUMNS) return;
   if (one.factor != 0) {
     const f32 factor = reinterpret_cast<const f32*>(one.factor)[column];
-    if (one.other != 0) sum += factor * over_bands(one.other, one, column);
+    if (one.other != 0) sum += factor * other;
     else sum *= factor;
   }
   reinterpret_cast<f32*>(one.out)[static_cast<u64>(column) * one.stride] = sum;

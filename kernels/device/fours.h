@@ -29,6 +29,22 @@ DEVICE void put(Packed<bf16>& out, u32 index, f32 value) {
   out.all |= static_cast<u64>(narrow.bits) << (16 * index);
 }
 
+// Rounded once.
+template <typename T>
+DEVICE Packed<T> times(const Packed<T>& value, f32 by) {
+  Packed<T> out = {};
+  UNROLL
+  for (u32 next = 0; next < 4; ++next) put(out, next, wide(value, next) * by);
+  return out;
+}
+template <typename T>
+DEVICE Packed<T> plus(const Packed<T>& value, const Packed<T>& other) {
+  Packed<T> out = {};
+  UNROLL
+  for (u32 next = 0; next < 4; ++next) put(out, next, wide(value, next) + wide(other, next));
+  return out;
+}
+
 // One access each, at an address that is a multiple of its size.
 #if defined(__CUDACC_RTC__) || defined(__NVCC__)
 DEVICE Four at_once(const f32* from) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -26,12 +27,18 @@ struct bf16 {
 // `threads` is the size of a block, a multiple of 64. The limits are what the kernel may take on gfx942 (resources.py holds
 // the compiler's report against them): vector registers of a thread, accumulation registers included; bytes of shared memory
 // of a block; and the waves that a SIMD must be able to hold at once. Registers are never spilled. A fourth number says how many
-// loads of 16 bytes the code must have at least.
+// loads of 16 bytes the code must have at least, a fifth how many products by matrix units; with a sixth, the blocks that a
+// multiprocessor of NVIDIA must be able to hold, the compilers are given this number and that of the waves.
+#define SEVENTH(a, b, c, d, e, f, g, ...) g
+#define LIMIT(...) SEVENTH(__VA_ARGS__, GIVEN, USUAL, USUAL, USUAL, )(__VA_ARGS__)
 
 #if defined(__CUDACC_RTC__) || defined(__NVCC__)  // NVRTC, nvcc
-#define KERNEL(name, threads, limits, parameters) extern "C" __global__ void __launch_bounds__(threads) name parameters
+#define KERNEL(name, threads, limits, parameters) extern "C" __global__ void __launch_bounds__(threads limits) name parameters
+#define USUAL(...)
+#define GIVEN(registers, shared, waves, loads, products, blocks) , blocks
 #define DEVICE static __device__ __forceinline__
 #define SHARED(type, name, count) __shared__ type name[count]
+#define CONSTANT static __constant__ const
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
 DEVICE void barrier() { __syncthreads(); }
@@ -39,6 +46,7 @@ template <u32 MASK>
 DEVICE u32 exchange(u32 value) {
   return __shfl_xor_sync(0xffffffffu, value, MASK, 32);
 }
+DEVICE u32 of_lane(u32 value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane, 32); }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, c); }
 DEVICE f32 root(f32 value) { return __fsqrt_rn(value); }
 DEVICE f64 root(f64 value) { return __dsqrt_rn(value); }
@@ -52,9 +60,11 @@ DEVICE f64 from_bits(u64 value) { return __longlong_as_double(static_cast<i64>(v
 #define __global__ __attribute__((global))
 #define __device__ __attribute__((device))
 #define __shared__ __attribute__((shared))
+#define __constant__ __attribute__((constant))
 #endif
 #define DEVICE static __device__ inline __attribute__((always_inline))
 #define SHARED(type, name, count) __shared__ type name[count]
+#define CONSTANT static __constant__ const
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 DEVICE u32 bits_of(f32 value) { return __builtin_bit_cast(u32, value); }
 DEVICE f32 from_bits(u32 value) { return __builtin_bit_cast(f32, value); }
@@ -62,7 +72,10 @@ DEVICE u64 bits_of(f64 value) { return __builtin_bit_cast(u64, value); }
 DEVICE f64 from_bits(u64 value) { return __builtin_bit_cast(f64, value); }
 #ifdef __HIP__
 #define KERNEL(name, threads, limits, parameters) \
-  extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(threads, threads))) name parameters
+  extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(threads, threads) limits)) name parameters
+// A SIMD holds two waves or more: with more registers than that allows, matrix units would have sums of their own, and copy them.
+#define USUAL(...) , amdgpu_waves_per_eu(2)
+#define GIVEN(registers, shared, waves, loads, products, blocks) , amdgpu_waves_per_eu(waves)
 #ifdef __HIP_DEVICE_COMPILE__
 DEVICE f32 root(f32 value) { return __builtin_sqrtf(value); }
 DEVICE f64 root(f64 value) { return __builtin_sqrt(value); }
@@ -77,10 +90,16 @@ template <u32 MASK>
 DEVICE u32 exchange(u32 value) {  // a pattern over 32 lanes that costs no register for addresses
   return static_cast<u32>(__builtin_amdgcn_ds_swizzle(static_cast<int>(value), (MASK << 10) | 0x1f));
 }
+DEVICE u32 of_lane(u32 value, u32 lane) {
+  const u32 from = (thread_index() & ~31u) + lane;
+  return static_cast<u32>(__builtin_amdgcn_ds_bpermute(static_cast<int>(4 * from), static_cast<int>(value)));
+}
 #endif
 #else
 #define KERNEL(name, threads, limits, parameters) \
-  extern "C" __global__ void __attribute__((launch_bounds(threads))) name parameters
+  extern "C" __global__ void __attribute__((launch_bounds(threads limits))) name parameters
+#define USUAL(...)
+#define GIVEN(registers, shared, waves, loads, products, blocks) , blocks
 DEVICE f32 root(f32 value) { return __nvvm_sqrt_rn_f(value); }
 DEVICE f64 root(f64 value) { return __nvvm_sqrt_rn_d(value); }
 DEVICE u32 thread_index() { return __nvvm_read_ptx_sreg_tid_x(); }
@@ -90,17 +109,24 @@ template <u32 MASK>
 DEVICE u32 exchange(u32 value) {
   return static_cast<u32>(__nvvm_shfl_sync_bfly_i32(0xffffffffu, static_cast<int>(value), MASK, 0x1f));
 }
+DEVICE u32 of_lane(u32 value, u32 lane) {
+  return static_cast<u32>(__nvvm_shfl_sync_idx_i32(0xffffffffu, static_cast<int>(value), static_cast<int>(lane), 0x1f));
+}
 #endif
 
-#else  // a CPU
+#else
+#define ON_A_CPU
 #undef UNROLL
+#undef ROLLED
 #define UNROLL
+#define ROLLED
 #include "emulator/emulator.h"
 #define KERNEL(name, threads, limits, parameters)                                                                                \
   extern "C" void name parameters;                                                                                               \
   static const emulator::Kernel kernel_##name(#name, threads, &emulator::call<&name>, emulator::Signature<&name>::whole);        \
   extern "C" void name parameters
 #define DEVICE static inline
+#define CONSTANT static const
 #define SHARED(type, name, count)                         \
   type* const name = static_cast<type*>(emulator::shared( \
       []() -> const void* {                               \
@@ -119,6 +145,9 @@ template <u32 MASK>
 DEVICE u32 exchange(u32 value PLACE) {
   static_assert(MASK < 32, "shuffles stay within 32 lanes");
   return emulator::exchange({file, line}, value, MASK);
+}
+DEVICE u32 of_lane(u32 value, u32 lane PLACE) {
+  return emulator::exchange({file, line}, value, emulator::thread() % 32 ^ lane);
 }
 DEVICE f32 fused(f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); }
 DEVICE f32 root(f32 value) { return __builtin_sqrtf(value); }
@@ -149,7 +178,7 @@ DEVICE f64 from_bits(u64 bits) {
 #define HERE
 #endif
 
-// The value of the lane whose number differs by MASK.
+// `of_lane`: the value of lane `lane` of these 32. `shuffle`: of the lane whose number differs by MASK.
 template <u32 MASK>
 DEVICE u32 shuffle(u32 value PLACE) {
   return exchange<MASK>(value HERE);

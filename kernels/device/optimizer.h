@@ -199,7 +199,7 @@ KERNEL(polynomial_blocks, 256, LIMIT(48, 0, 8), (const Piece* pieces, u32 count,
 struct Product {
   u64 left, right, out;
   u32 rows, columns, inner;
-  u32 block;  // the first of its blocks; it has one for each tile of SIDE x SIDE, but for those below a symmetric one's diagonal
+  u32 block;  // the first of its blocks: one for each tile of SMALL x SMALL, but for those below a symmetric one's diagonal
   u32 left_row, left_step, right_row, right_step;
   u32 symmetric, unused;  // what lies below the diagonal is copied from above it
 };
@@ -207,8 +207,7 @@ static_assert(sizeof(Product) == 64, "as the host lays it out");
 
 // Many products in one launch. An element is one chain of fused multiplications and additions.
 KERNEL(stacked_products, 256, LIMIT(64, 8704, 7), (const Product* products, u32 count)) {
-  SHARED(f32, lefts, DEEP* PADDED);
-  SHARED(f32, rights, DEEP* PADDED);
+  TILES(SMALL);
   u32 low = 0, high = count;
   while (high - low > 1) {
     const u32 middle = low + (high - low) / 2;
@@ -216,32 +215,25 @@ KERNEL(stacked_products, 256, LIMIT(64, 8704, 7), (const Product* products, u32 
     else high = middle;
   }
   const Product by = products[low];
-  const u32 across = (by.columns + SIDE - 1) / SIDE;
+  const u32 across = (by.columns + SMALL - 1) / SMALL;
   u32 down = 0, right_of = block_index() - by.block;
   // A row of tiles has as many as there are columns of them, or one less than the row above.
   for (; right_of >= across - (by.symmetric ? down : 0); ++down) right_of -= across - (by.symmetric ? down : 0);
-  const u32 row = down * SIDE, column = (by.symmetric ? down + right_of : right_of) * SIDE;
-  const f32 *left = reinterpret_cast<const f32*>(by.left), *right = reinterpret_cast<const f32*>(by.right);
+  const u32 row = down * SMALL, column = (by.symmetric ? down + right_of : right_of) * SMALL;
+  const f32 *lefts_of = reinterpret_cast<const f32*>(by.left), *rights_of = reinterpret_cast<const f32*>(by.right);
+  const Strided<Side::along> left = {lefts_of + static_cast<u64>(row) * by.left_row, by.left_row, by.left_step,
+                                     of_tile<SMALL>(by.rows - row)};
+  const Strided<Side::along> right = {rights_of + static_cast<u64>(column) * by.right_row, by.right_row, by.right_step,
+                                      of_tile<SMALL>(by.columns - column)};
   f32* out = reinterpret_cast<f32*>(by.out);
-  multiply<Side::along, Side::along>(
-      lefts, rights, by.inner,
-      [=](u32 index, u32 depth) {
-        const bool there = row + index < by.rows && depth < by.inner;
-        const u64 at = static_cast<u64>(row + index) * by.left_row + static_cast<u64>(depth) * by.left_step;
-        return there ? left[at] : 0.0f;
-      },
-      [=](u32 index, u32 depth) {
-        const bool there = column + index < by.columns && depth < by.inner;
-        const u64 at = static_cast<u64>(column + index) * by.right_row + static_cast<u64>(depth) * by.right_step;
-        return there ? right[at] : 0.0f;
-      },
-      [=](u32 i, u32 j, f32 sum) {
-        const u32 y = row + i, x = column + j;
-        if (y >= by.rows || x >= by.columns || (by.symmetric && y > x)) return;
-        out[static_cast<u64>(y) * by.columns + x] = sum;
-        if (by.symmetric && y < x) out[static_cast<u64>(x) * by.columns + y] = sum;
-      });
+  multiply<SMALL>(lefts, rights, by.inner, left, right, [=](u32 i, u32 j, f32 sum) {
+    const u32 y = row + i, x = column + j;
+    if (by.symmetric && y > x) return;
+    out[static_cast<u64>(y) * by.columns + x] = sum;
+    if (by.symmetric && y < x) out[static_cast<u64>(x) * by.columns + y] = sum;
+  });
 }
+#undef TILES
 
 // fourth <- b square + c fourth, and a more on the diagonal: a stack of square matrices of `side` rows.
 KERNEL(newton_schulz_polynomial, 256, LIMIT(48, 0, 8),

@@ -9,6 +9,7 @@ Exit code 1: a limit is passed, a register spilled, arithmetic may be rearranged
 which is said; 77 where none is here. Nothing is run: this shows what a kernel takes, not how fast it is.
 """
 
+import concurrent.futures
 import ctypes
 import pathlib
 import re
@@ -30,23 +31,26 @@ RELAXED = re.compile(r"= (?:f\w+|tail call|call) (?:[a-z]+ )*?\b(fast|reassoc|co
 # Loads of 16 bytes from memory, in PTX and in code for gfx942.
 AT_ONCE = [re.compile(r"^\s*(?:@\S+\s+)?ld\.global(?:\.\w+)*\.v(?:4\.\w32|2\.\w64)\b", re.M),
            re.compile(r"^\s*global_load_dwordx4\b", re.M)]
+# Products by matrix units, in the same.
+BY_MATRIX_UNITS = [re.compile(r"^\s*mma\.sync\.aligned\.m16n8k16\b", re.M), re.compile(r"^\s*v_mfma_f32_16x16x16_bf16\b", re.M)]
 # Instructions of PTX that round otherwise than IEEE 754 does: denormal numbers flushed, approximations, division within 2 units.
 INEXACT = re.compile(r"^.*\b\w+(?:\.\w+)*\.(?:ftz|approx|full)\b.*$", re.M)
 # Registers on sm_90a: at most those of the limit beside a kernel, which are gfx942's, but for these, whose sums lie in more.
-SM_90A = {"attention_bf16": 128, "attention_f32": 128, "attention_queries_bf16": 128, "attention_queries_f32": 128,
-          "attention_keys_bf16": 184, "attention_keys_f32": 184, "grouped_bf16": 64, "grouped_f32": 64,
-          "grouped_input_bf16": 64, "grouped_input_f32": 64, "grouped_weights_bf16": 64, "grouped_weights_f32": 64,
+SM_90A = {"attention_f32": 128, "attention_queries_f32": 128, "attention_keys_f32": 184, "attention_keys_64_bf16": 192,
+          "grouped_bf16": 128, "grouped_input_bf16": 128,
+          "grouped_swiglu_bf16": 128, "grouped_swiglu_backward_bf16": 128, "grouped_weights_bf16": 128,
           "update_chunks": 80}
 FLAGS = [b"--std=c++17", b"--fmad=false"]
 
 
 def declared():
-    """Threads and limits of each kernel, from the sources; and how many loads of 16 bytes its code must have, where that is said."""
+    """Threads and limits of each kernel, from the sources; and how many loads of 16 bytes and products by matrix units its code must
+    have, where that is said."""
     found = {}
     for path in sorted(HERE.glob("*.h")):
-        limits = r"^KERNEL\((\w+), (\d+), LIMIT\((\d+), (\d+), (\d+)(?:, (\d+))?\)"
+        limits = r"^KERNEL\((\w+), (\d+), LIMIT\((\d+), (\d+), (\d+)(?:, (\d+))?(?:, (\d+))?(?:, \d+)?\)"
         for name, *numbers in re.findall(limits, path.read_text(), re.M):
-            whats = ("threads", "registers", "shared", "waves", "at_once")
+            whats = ("threads", "registers", "shared", "waves", "at_once", "products")
             found[name] = dict(zip(whats, (int(number or 0) for number in numbers)))
     return found
 
@@ -64,6 +68,10 @@ def install():
             print(f"{NVRTC} could not be installed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
 
 
+def counted(own, which, code):
+    own["at_once"], own["products"] = (len(one[which].findall(code)) for one in (AT_ONCE, BY_MATRIX_UNITS))
+
+
 def gfx942():
     """What clang reports for each kernel, and the lines of its code that may be rearranged; nothing where there is no clang."""
     clang = next(filter(shutil.which, CLANG), None)
@@ -75,7 +83,9 @@ def gfx942():
         out = subprocess.run(command, capture_output=True, text=True, check=False)
         if out.returncode:
             sys.exit(out.stderr)
-        command = [clang, *HIP, *LANGUAGE, "-S", "-emit-llvm", "-o", f"{folder}/text", HERE / "kernels.h"]
+        # Such flags come from the source and from options: later passes add none.
+        as_written = ["-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", f"{folder}/text"]
+        command = [clang, *HIP, *LANGUAGE, *as_written, HERE / "kernels.h"]
         subprocess.run(command, check=True, capture_output=True)
         code = pathlib.Path(folder, "code").read_text()
         relaxed = [line.strip() for line in pathlib.Path(folder, "text").read_text().splitlines() if RELAXED.search(line)]
@@ -86,7 +96,7 @@ def gfx942():
         elif number := re.search(r"remark:\s+(.+?): (\d+) \[", line):
             own[number[1]] = int(number[2])
     for name, body in re.findall(r"^(\w+):.*?@\1$(.*?)^\s*s_endpgm$", code, re.M | re.S):
-        kernels.setdefault(name, {})["at_once"] = len(AT_ONCE[1].findall(body))
+        counted(kernels.setdefault(name, {}), 1, body)
     return kernels, relaxed
 
 
@@ -126,8 +136,7 @@ def sm_90a():
     for helper in library.parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)
     nvrtc = ctypes.CDLL(str(library))
-    _, text = compiled(nvrtc, [b"--gpu-architecture=sm_90a", b"--ptxas-options=-v"])
-    program, _ = compiled(nvrtc, [b"--gpu-architecture=compute_90a"])
+    program, text = compiled(nvrtc, [b"--gpu-architecture=sm_90a", b"--ptxas-options=-v"])
     code = taken(nvrtc, program, "PTX")
     if ".entry" not in code:
         sys.exit("NVRTC gives no PTX")
@@ -143,15 +152,14 @@ def sm_90a():
         if shared := re.search(r"(\d+) bytes smem", line):
             own["shared"] = int(shared[1])
     for name, body in re.findall(r"\.entry (\w+)\((.*?)^}$", code, re.M | re.S):
-        kernels[name]["at_once"] = len(AT_ONCE[0].findall(body))
+        counted(kernels[name], 0, body)
     return kernels, inexact
 
 
-def narrow(where, name, own, limit):
-    """Why a kernel reads less at once than its limits say."""
-    if own["at_once"] >= limit["at_once"]:
-        return []
-    return [f"{name}: {own['at_once']} loads of 16 bytes on {where}, at least {limit['at_once']}"]
+def missing(where, name, own, limit):
+    """What a kernel has less of than its limits say."""
+    whats = {"at_once": "loads of 16 bytes", "products": "products by matrix units"}
+    return [f"{name}: {own[what]} {text} on {where}, at least {limit[what]}" for what, text in whats.items() if own[what] < limit[what]]
 
 
 def offences(limits, amd, nvidia):
@@ -171,7 +179,7 @@ def offences(limits, amd, nvidia):
                 found.append(f"{name}: {own['Occupancy [waves/SIMD]']} waves on gfx942, at least {limit['waves']}")
             if own["VGPRs Spill"] or own["SGPRs Spill"] or own["ScratchSize [bytes/lane]"]:
                 found.append(f"{name} spills on gfx942")
-            found += narrow("gfx942", name, own, limit)
+            found += missing("gfx942", name, own, limit)
     if nvidia is not None:
         found += [f"arithmetic that is not exact on sm_90a: {line}" for line in nvidia[1]]
         for name, limit in limits.items():
@@ -184,7 +192,7 @@ def offences(limits, amd, nvidia):
             found += [f"{name}: {own[what]} {what} on sm_90a, at most {most[what]}" for what in beyond]
             if own.get("spilled"):
                 found.append(f"{name} spills on sm_90a")
-            found += narrow("sm_90a", name, own, limit)
+            found += missing("sm_90a", name, own, limit)
     return found
 
 
@@ -203,7 +211,7 @@ def played():
     texts = {path.stem: path.read_text() for path in sorted(files)}
     found = {}
     for name in declared():
-        stem = re.sub("_(f32|bf16)$", "", name)
+        stem = re.sub(r"(_\d+)?_(f32|bf16)$", "", name)
         by = [file for file, text in texts.items() if f'"{name}"' in text or f'"{stem}_{{' in text or f'"{stem}"' in text]
         if not by:
             sys.exit(f"no tape of {TAPES} plays {name}")
@@ -235,6 +243,8 @@ def searches_find():
     loads = ["\tld.global.v4.f32 \t{%f1, %f2, %f3, %f4}, [%rd1];", "\tglobal_load_dwordx4 v[0:3], v[4:5], off"]
     narrower = ["\tld.global.v2.f32 \t{%f1, %f2}, [%rd1];", "\tglobal_load_dwordx2 v[0:1], v[4:5], off"]
     assert all(one.search(load) and not one.search(other) for one, load, other in zip(AT_ONCE, loads, narrower))
+    products = ["\tmma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}", "\tv_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]"]
+    assert all(one.search(product) for one, product in zip(BY_MATRIX_UNITS, products))
     assert RELAXED.search("%3 = fmul contract float %1, %2") and not RELAXED.search("%3 = fmul float %1, %2")
 
 
@@ -242,7 +252,8 @@ def main():
     searches_find()
     if "--install" in sys.argv:
         install()
-    limits, amd, nvidia = declared(), gfx942(), sm_90a()
+    with concurrent.futures.ThreadPoolExecutor() as compilers:
+        limits, (amd, nvidia) = declared(), compilers.map(lambda compiler: compiler(), (gfx942, sm_90a))
     for what, report in (("gfx942: no clang", amd), ("sm_90a: no NVRTC", nvidia)):
         if report is None:
             print(f"SKIPPED {what} here; resources.py --install gets it", file=sys.stderr)

@@ -1,10 +1,10 @@
-// Causal softmax attention over the documents of a chunk, all of them in one launch; forward and back. Operands f32 or bf16, sums
-// and scores f32.
+// Causal softmax attention over the documents of a chunk, all of them in one launch; forward and back. All numbers f32;
+// flash.h has it in bf16.
 //
-// A block has TILE queries of one document and one head, and looks at TILE keys at a time; on the way back to keys and values it
-// has TILE keys of one document and one key head, and looks at the queries that see them, head after head. 8 lanes have a row. A
-// document is cut into tiles from its own first token on, so that its bits do not depend on what stands beside it. H query heads
-// in K groups: query [H, N, d], key [K, M, d], value [M, K d], out [N, H d].
+// A block has TILE queries of one document and one head, and looks at TILE keys at a time; on the way back to keys and
+// values it has TILE keys of one document and one key head, and looks at the queries that see them, head after head. 8
+// lanes have a row. A document is cut into tiles from its own first token on, so that its bits do not depend on what
+// stands beside it. H query heads in K groups: query [H, N, d], key [K, M, d], value [M, K d], out [N, H d].
 #pragma once
 #include "numbers.h"
 #include "sums.h"
@@ -129,23 +129,37 @@ DEVICE f32 largest_over_lanes(f32 value) {
   return larger(value, shuffle<4>(value));
 }
 
-// The queries of a block: which span and head, and the first of them in it.
+// The queries of a block of ROWS: which span and head, and the first of them in it.
 struct Queries {
   Span span;
   u32 head, key_head, first, count;
-  u32 seen, all;  // the end of the keys that the query of this thread sees, and any of them
-  u32 from;       // the first tile with a key that any of them sees
+  u32 base, all;  // where the first of them is in its document, and the end of the keys that any of them sees
+  u32 from;       // the first of the keys that pass, STEP at once, with one that any of them sees
 };
+template <u32 ROWS, u32 STEP>
 DEVICE Queries queries_of(const Span* spans, Attending by) {
   const u32 head = block_index() % by.heads, tile = block_index() / by.heads;
   const Span span = span_of(spans, by.spans, tile, [](const Span& span) { return span.tile; });
-  const u32 first = (tile - span.tile) * TILE, count = lesser(TILE, span.len - first);
-  const u32 base = span.before + first, all = base + count, own = base + thread_index() / LANES + 1;
-  const u32 from = base + 1 > by.window ? (base + 1 - by.window) / TILE * TILE : 0;
-  return {span, head, head / (by.heads / by.key_heads), first, count, lesser(own, all), all, from};
+  const u32 first = (tile - span.tile) * ROWS, count = lesser(ROWS, span.len - first), base = span.before + first;
+  const u32 from = base + 1 > by.window ? (base + 1 - by.window) / STEP * STEP : 0;
+  return {span, head, head / (by.heads / by.key_heads), first, count, base, base + count, from};
 }
-// Whether the query of this thread sees a key of its document.
-DEVICE bool sees(const Queries& queries, Attending by, u32 key) { return key < queries.seen && key + by.window >= queries.seen; }
+// The keys of a block of ROWS: which span and key head, the first of them in the document, and the queries of the span,
+// STEP at once, that see any of them.
+struct Keys {
+  Span span;
+  u32 head, at, count, from, end;
+};
+template <u32 ROWS, u32 STEP>
+DEVICE Keys keys_of(const Span* spans, Attending by) {
+  const u32 head = block_index() % by.key_heads, tile = block_index() / by.key_heads;
+  const Span span = span_of(spans, by.spans, tile, [](const Span& span) { return span.key_tile; });
+  const u32 at = (tile - span.key_tile) * ROWS, count = lesser(ROWS, span.before + span.len - at);
+  const u32 from = at < span.before ? 0 : (at - span.before) / STEP * STEP, reach = at + count - 1 + by.window;
+  return {span, head, at, count, from, reach > span.before ? lesser(span.len, reach - span.before) : 0};
+}
+// Whether a query sees a key of its document.
+DEVICE bool sees(u32 query, u32 key, u32 window) { return key <= query && query < key + window; }
 template <typename T>
 DEVICE Rows<T> query_rows(const T* query, Attending by, u32 head, u32 token, u32 count) {
   return {query + (static_cast<u64>(head) * by.tokens + token) * by.width, by.width, count};
@@ -166,7 +180,7 @@ template <typename T>
 DEVICE void attended(const T* query, const T* key, const T* value, const Span* spans, T* out, f32* logs, Attending by, f32 scale,
                      Ground ground) {
   const u32 row = thread_index() / LANES, lane = thread_index() % LANES;
-  const Queries queries = queries_of(spans, by);
+  const Queries queries = queries_of<TILE, TILE>(spans, by);
   const u32 token = queries.span.start + queries.first;
   const Rows<T> own = query_rows(query, by, queries.head, token, queries.count);
   // Below every score until a tile has a key that the query sees.
@@ -179,14 +193,14 @@ DEVICE void attended(const T* query, const T* key, const T* value, const Span* s
     UNROLL
     for (u32 c = 0; c < EACH_LANE; ++c) {
       scores[c] *= scale;
-      if (sees(queries, by, at + lane + LANES * c) && most < scores[c]) most = scores[c];
+      if (sees(queries.base + row, at + lane + LANES * c, by.window) && most < scores[c]) most = scores[c];
     }
     most = largest_over_lanes(most);
     const f32 shrink = total > 0.0f ? exponential(largest - most) : 0.0f;
     f32 part = 0.0f;
     UNROLL
     for (u32 c = 0; c < EACH_LANE; ++c) {
-      const f32 chance = sees(queries, by, at + lane + LANES * c) ? exponential(scores[c] - most) : 0.0f;
+      const f32 chance = sees(queries.base + row, at + lane + LANES * c, by.window) ? exponential(scores[c] - most) : 0.0f;
       ground.chance[row * (TILE + 1) + lane + LANES * c] = chance;
       part += chance;
     }
@@ -208,7 +222,7 @@ template <typename T>
 DEVICE void attended_queries(const T* query, const T* key, const T* value, const Span* spans, const T* out, const f32* logs,
                              const T* grad, f32* to_query, f32* along, Attending by, f32 scale, Ground ground) {
   const u32 row = thread_index() / LANES, lane = thread_index() % LANES;
-  const Queries queries = queries_of(spans, by);
+  const Queries queries = queries_of<TILE, TILE>(spans, by);
   const u32 token = queries.span.start + queries.first;
   const Rows<T> own = query_rows(query, by, queries.head, token, queries.count);
   const Rows<T> grads = side_by_side(grad, by, by.heads, queries.head, token, queries.count);
@@ -232,7 +246,7 @@ DEVICE void attended_queries(const T* query, const T* key, const T* value, const
     compare(slopes, ground, grads, side_by_side(value, by, by.key_heads, queries.key_head, first, count), by.width);
     UNROLL
     for (u32 c = 0; c < EACH_LANE; ++c) {
-      const bool seen = there && sees(queries, by, at + lane + LANES * c);
+      const bool seen = there && sees(queries.base + row, at + lane + LANES * c, by.window);
       const f32 chance = seen ? exponential(scores[c] * scale - log) : 0.0f;
       ground.chance[row * (TILE + 1) + lane + LANES * c] = chance * (slopes[c] - part) * scale;
     }
@@ -242,35 +256,32 @@ DEVICE void attended_queries(const T* query, const T* key, const T* value, const
   columns(by.width, [&](u32 column, u32 index) { to_query[place * by.width + column] = sums[index]; });
 }
 
-// Back to keys and values: sums over the queries that see them, in order, head after head of the group. The gradient of values
-// goes to `wide_value`, f32, or where that is null to `to_value`.
+// Back to keys and values: sums over the queries that see them, in order, head after head of the group. The gradient of
+// values goes to `wide_value`, f32, or where that is null to `to_value`.
 template <typename T>
 DEVICE void attended_keys(const T* query, const T* key, const T* value, const Span* spans, const f32* logs, const f32* along,
                           const T* grad, f32* to_key, T* to_value, f32* wide_value, Attending by, f32 scale, Ground ground) {
   const u32 row = thread_index() / LANES, lane = thread_index() % LANES;
-  const u32 head = block_index() % by.key_heads, tile = block_index() / by.key_heads, group = by.heads / by.key_heads;
-  const Span span = span_of(spans, by.spans, tile, [](const Span& span) { return span.key_tile; });
-  const u32 at = (tile - span.key_tile) * TILE, count = lesser(TILE, span.before + span.len - at);
-  const u32 from = at < span.before ? 0 : (at - span.before) / TILE * TILE, own = at + row;
-  // The end of the queries that see one of these keys.
-  const u32 reach = at + count - 1 + by.window, end = reach > span.before ? lesser(span.len, reach - span.before) : 0;
-  const Rows<T> keys = key_rows(key, by, head, span.first + at, count);
-  const Rows<T> values = side_by_side(value, by, by.key_heads, head, span.first + at, count);
+  const u32 group = by.heads / by.key_heads;
+  const Keys keys = keys_of<TILE, TILE>(spans, by);
+  const Span& span = keys.span;
+  const u32 head = keys.head, own = keys.at + row, first_key = span.first + keys.at;
+  const Rows<T> key_tile = key_rows(key, by, head, first_key, keys.count);
+  const Rows<T> value_tile = side_by_side(value, by, by.key_heads, head, first_key, keys.count);
   f32 of_key[SLICES * EACH_SLICE] = {}, of_value[SLICES * EACH_SLICE] = {};
   for (u32 member = 0; member < group; ++member) {
     const u32 query_head = head * group + member;
-    for (u32 first = from; first < end; first += TILE) {
+    for (u32 first = keys.from; first < keys.end; first += TILE) {
       const u32 token = span.start + first, queries = lesser(TILE, span.len - first);
       const Rows<T> rows = query_rows(query, by, query_head, token, queries);
       const Rows<T> grads = side_by_side(grad, by, by.heads, query_head, token, queries);
       f32 scores[EACH_LANE], slopes[EACH_LANE];
-      compare(scores, ground, keys, rows, by.width);
-      compare(slopes, ground, values, grads, by.width);
+      compare(scores, ground, key_tile, rows, by.width);
+      compare(slopes, ground, value_tile, grads, by.width);
       UNROLL
       for (u32 c = 0; c < EACH_LANE; ++c) {
         const u32 other = lane + LANES * c;
-        const u32 at_key = span.before + first + other;
-        const bool seen = other < queries && own <= at_key && at_key < own + by.window && row < count;
+        const bool seen = other < queries && row < keys.count && sees(span.before + first + other, own, by.window);
         const u64 place = static_cast<u64>(query_head) * by.tokens + token + (seen ? other : 0);
         const f32 chance = seen ? exponential(scores[c] * scale - logs[place]) : 0.0f;
         slopes[c] = chance * (slopes[c] - along[place]) * scale;
@@ -283,7 +294,7 @@ DEVICE void attended_keys(const T* query, const T* key, const T* value, const Sp
       gather(of_key, ground, rows, by.width);
     }
   }
-  if (row >= count) return;
+  if (row >= keys.count) return;
   const u64 key_at = (static_cast<u64>(head) * by.keys_in_all + span.first + own) * by.width;
   const u64 value_at = (static_cast<u64>(span.first + own) * by.key_heads + head) * by.width;
   columns(by.width, [&](u32 column, u32 index) {
@@ -305,24 +316,9 @@ KERNEL(attention_f32, 256, LIMIT(96, 20864, 3),
   attended(query, key, value, spans, out, logs, {count, tokens, keys, heads, key_heads, width, window}, scale,
            {own, other, chance});
 }
-KERNEL(attention_bf16, 256, LIMIT(96, 20864, 3),
-       (const bf16* query, const bf16* key, const bf16* value, const Span* spans, bf16* out, f32* logs, u32 count, u32 tokens,
-        u32 keys, u32 heads, u32 key_heads, u32 width, u32 window, f32 scale)) {
-  GROUND;
-  attended(query, key, value, spans, out, logs, {count, tokens, keys, heads, key_heads, width, window}, scale,
-           {own, other, chance});
-}
 KERNEL(attention_queries_f32, 256, LIMIT(96, 20864, 3),
        (const f32* query, const f32* key, const f32* value, const Span* spans, const f32* out, const f32* logs, const f32* grad,
         f32* to_query, f32* along, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads, u32 width, u32 window, f32 scale)) {
-  GROUND;
-  attended_queries(query, key, value, spans, out, logs, grad, to_query, along,
-                   {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});
-}
-KERNEL(attention_queries_bf16, 256, LIMIT(96, 20864, 3),
-       (const bf16* query, const bf16* key, const bf16* value, const Span* spans, const bf16* out, const f32* logs,
-        const bf16* grad, f32* to_query, f32* along, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads, u32 width,
-        u32 window, f32 scale)) {
   GROUND;
   attended_queries(query, key, value, spans, out, logs, grad, to_query, along,
                    {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});
@@ -331,14 +327,6 @@ KERNEL(attention_keys_f32, 256, LIMIT(160, 20864, 3),
        (const f32* query, const f32* key, const f32* value, const Span* spans, const f32* logs, const f32* along, const f32* grad,
         f32* to_key, f32* to_value, f32* wide_value, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads, u32 width,
         u32 window, f32 scale)) {
-  GROUND;
-  attended_keys(query, key, value, spans, logs, along, grad, to_key, to_value, wide_value,
-                {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});
-}
-KERNEL(attention_keys_bf16, 256, LIMIT(160, 20864, 3),
-       (const bf16* query, const bf16* key, const bf16* value, const Span* spans, const f32* logs, const f32* along,
-        const bf16* grad, f32* to_key, bf16* to_value, f32* wide_value, u32 count, u32 tokens, u32 keys, u32 heads, u32 key_heads,
-        u32 width, u32 window, f32 scale)) {
   GROUND;
   attended_keys(query, key, value, spans, logs, along, grad, to_key, to_value, wide_value,
                 {count, tokens, keys, heads, key_heads, width, window}, scale, {own, other, chance});

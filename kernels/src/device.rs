@@ -24,6 +24,7 @@ pub(crate) mod pieces;
 pub(crate) mod queue;
 mod stage;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -173,9 +174,15 @@ pub(crate) fn mark(device: Device) -> Result<Option<Event>> {
 /// previous device, as libtorch's does around events, creates a context on the first: hundreds of megabytes on another
 /// rank's GPU.
 pub(crate) fn enter(device: Device) -> Result<()> {
+    // Only this function changes it: what libtorch's guards change they restore.
+    thread_local!(static ENTERED: Cell<Option<usize>> = const { Cell::new(None) });
     let Device::Cuda(index) = device else { return Ok(()) };
-    // SAFETY: a plain number in, this thread's own setting touched, no exception out.
-    guarded("choose a device", unsafe { shim_enter_gpu(index as c_int) })
+    if ENTERED.get() != Some(index) {
+        // SAFETY: a plain number in, this thread's own setting touched, no exception out.
+        guarded("choose a device", unsafe { shim_enter_gpu(index as c_int) })?;
+        ENTERED.set(Some(index));
+    }
+    Ok(())
 }
 
 /// Removes the variable for the matmul workspace from the environment if its value equals libtorch's default.

@@ -3,6 +3,7 @@
 //! ```text
 //! runtime   determinism switches, set and read back; the kernel table
 //! shim      results of C++ shim calls; thread  a computing thread
+//! layout    sizes, dtypes and addresses of operands, and memory for results, at little cost to the host
 //! levels    levels of determinism verified with each kernel table
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
 //! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
@@ -32,6 +33,7 @@ pub mod error;
 pub mod group;
 #[cfg(feature = "hip")]
 pub mod hip;
+pub mod layout;
 pub mod levels;
 pub mod memory;
 pub mod ops;

@@ -61,6 +61,16 @@ pub fn anew() {
     unsafe { shim_shapes_anew() }
 }
 
+/// How many kernels this thread has asked for on tensors without numbers, as on a GPU.
+pub fn launches() -> u64 {
+    LAUNCHES.get()
+}
+
+/// Counts a kernel that a GPU would run.
+pub(crate) fn launched() {
+    LAUNCHES.set(LAUNCHES.get() + 1);
+}
+
 /// An operation of some arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Work {
@@ -86,6 +96,7 @@ type See = Box<dyn FnMut(Work)>;
 
 thread_local! {
     static IS_GPU: Cell<bool> = const { Cell::new(false) };
+    static LAUNCHES: Cell<u64> = const { Cell::new(0) };
     static SEEN: RefCell<Option<See>> = const { RefCell::new(None) };
 }
 
@@ -179,7 +190,7 @@ mod tests {
             let wide = (Kind::Float, device);
             let (x, vector) = (Tensor::zeros([6, 8], wide), Tensor::zeros([8], wide));
             let narrow = x.to_kind(kind);
-            let (normed, factors) = ops.rms_norm(&x, &vector, 1e-5).unwrap();
+            let (normed, factors) = ops.rms_norm(&x, &vector, 1e-5, kind).unwrap();
             let (back, _) = ops.rms_norm_backward(&x, &factors, &vector, &narrow).unwrap();
             let product = ops.matmul(&narrow, &narrow.tr()).unwrap();
             let part = ops.matmul_part(&narrow, &narrow.tr()).unwrap();

@@ -115,6 +115,11 @@ impl DataPlan {
         }
     }
 
+    /// Refuses a plan in which a source runs out, by the losses so far.
+    pub fn check_lasting(&self) -> Result<()> {
+        self.exhausted.clone().map_or(Ok(()), Err)
+    }
+
     /// Refuses a query of data that is not fixed.
     pub fn check_fixed(&self, step: u64) -> Result<()> {
         if step <= self.fixed_until {

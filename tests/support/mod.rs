@@ -3,9 +3,11 @@
 mod folder;
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use arrow::array::{ArrayRef, RecordBatch, StringArray};
 use contract::{Key, Purpose, draw};
@@ -34,6 +36,20 @@ impl Scratch {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(&path, bytes).unwrap();
         path
+    }
+}
+
+/// A port for a program that opens it later. Linux gives ports from 32768 on to connections, so none of them takes this
+/// one in the meantime; two tests never get the same.
+pub(crate) fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let first = std::process::id() * 64;
+    loop {
+        let offset = first.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)) % 10_000;
+        let port = 10_000 + u16::try_from(offset).unwrap();
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
     }
 }
 

@@ -162,7 +162,6 @@ pub fn of_micro_batch(config: &ZayaConfig, by: MicroBatchShape) -> Result<Arc<Mi
 }
 
 fn count(config: &ZayaConfig, by: MicroBatchShape) -> Result<MicroBatchCosts> {
-    let _guard = tch::no_grad_guard();
     let device = shapes::device(by.on_device).map_err(refused)?;
     let specs = model::parameters(config);
     let RankPlace { degree, place } = by.folded;

@@ -94,13 +94,6 @@ impl TaskScore {
         self.log_likelihood / self.examples as f64
     }
 
-    /// Its curves, as in [`crate::metrics`].
-    pub(crate) fn curves(&self) -> impl Iterator<Item = (String, f64)> {
-        let norm = self.accuracy_norm().map(|norm| ("accuracy_norm", norm));
-        let all = [("accuracy", self.accuracy()), ("log_likelihood", self.mean())];
-        all.into_iter().chain(norm).map(|(name, value)| (format!("{name}/{}", self.task), value))
-    }
-
     /// Its fields for the events; `bits` are those of the sum.
     pub fn to_json(&self) -> Value {
         let bits = format!("{:016x}", self.log_likelihood.to_bits());
@@ -113,6 +106,7 @@ impl TaskScore {
 
 /// An example as it is written.
 #[derive(Deserialize)]
+#[serde(expecting = "an object with `context` and `answer`")]
 struct ExampleText {
     context: String,
     #[serde(default)]
@@ -121,9 +115,9 @@ struct ExampleText {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "`answer` is neither the number of a choice nor a text")]
 enum AnswerText {
-    Number(usize),
+    Number(i64),
     Text(String),
 }
 
@@ -180,12 +174,12 @@ impl Encoder {
         let ExampleText { context, choices, answer } = text;
         let (choices, answer) = match (choices, answer) {
             (None, AnswerText::Text(answer)) => (vec![answer], 0),
-            (Some(choices), AnswerText::Number(answer))
-                if choices.len() < 2 || answer >= choices.len() =>
-            {
-                return Err(format!("answer {answer} of {}", counted(choices.len(), "choice")));
-            }
-            (Some(choices), AnswerText::Number(answer)) => (choices, answer),
+            (Some(choices), AnswerText::Number(answer)) => match usize::try_from(answer) {
+                Ok(place) if place < choices.len() && choices.len() > 1 => (choices, place),
+                _ => {
+                    return Err(format!("answer {answer} of {}", counted(choices.len(), "choice")));
+                }
+            },
             (Some(_), AnswerText::Text(_)) => {
                 return Err("`answer` is a text, and there are `choices`".into());
             }

@@ -7,9 +7,12 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use contract::{Fault, Result};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 use store::disk::AppendFile;
 use store::regular;
+
+use crate::mesh::{Degrees, GradReduce};
 
 /// The events of a run, for appending.
 pub struct Events {
@@ -41,6 +44,33 @@ impl Events {
         }
         let written = self.log.append(format!("{line}\n").as_bytes());
         written.map_err(|error| Fault::io("append to", self.log.path(), &error))
+    }
+}
+
+/// The event `ranks`: which ranks compute the steps from here on. One rank alone has none.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RanksEvent {
+    /// How many there are.
+    pub world: u32,
+    /// How many may share a micro-batch.
+    #[serde(flatten)]
+    pub degrees: Degrees,
+    /// How they distribute micro-batches.
+    pub grad_reduce: GradReduce,
+    /// What carries their tensors.
+    pub transport: String,
+    /// Fields that no program reads.
+    #[serde(flatten)]
+    pub more: Map<String, Value>,
+}
+
+impl RanksEvent {
+    /// The event's name.
+    pub const NAME: &str = "ranks";
+
+    /// Parses an event; `None` if it is not a complete one.
+    pub fn of(event: &Value) -> Option<RanksEvent> {
+        RanksEvent::deserialize(event).ok()
     }
 }
 

@@ -11,16 +11,15 @@
 
 mod lock;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
-use loader::open::no_run;
+use loader::{open::no_run, recorded};
 use mixer::{Curriculum, CurriculumDifference};
 use serde_json::Value;
-use store::{Location, disk, disk::Writing, open::MANIFEST};
+use store::{Location, disk, disk::Writing, open::MANIFEST, regular};
 
 use crate::checkpoint::Checkpoints;
 use crate::events;
@@ -243,7 +242,7 @@ impl RunFolder {
     /// The place of checkpoints outside this folder, and the keys of which it holds one.
     fn elsewhere(&self) -> Result<Option<(Location, String)>> {
         let path = self.root.join(ELSEWHERE);
-        let text = match fs::read(&path) {
+        let text = match regular::read(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Fault::io("read", &path, &error)),
@@ -293,8 +292,9 @@ impl RunFolder {
         locks.take_folder(&self.root, patience)
     }
 
-    /// Takes the folder for `spec`: begins a run, or continues its run if that is the same one. Waits up to `patience`
-    /// for another process that holds it. A run whose ledger is missing begins again only with `restart`.
+    /// Takes the folder for `spec`: begins a run, or continues its run if that is the same one, and no source runs out
+    /// by its losses. Waits up to `patience` for another process that holds it. A run whose ledger is missing begins
+    /// again only with `restart`.
     pub fn open(
         &self,
         spec: &RunSpec,
@@ -308,19 +308,21 @@ impl RunFolder {
         let writing = locks.write(patience)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
-        if let Some(ledger) = &found {
-            compare_heads(ledger.head(), &head, &self.ledger())?;
-        }
         let changes_from = match &found {
-            None => None,
-            Some(ledger) => accept(ledger, spec, &self.ledger())?,
-        };
-        if found.is_none() {
-            self.refuse_foreign()?;
-            if !restart {
-                self.refuse_bereft()?;
+            Some(ledger) => {
+                compare_heads(ledger.head(), &head, &self.ledger())?;
+                let from = accept(ledger, spec, &self.ledger())?;
+                recorded::extended(&spec.plan, &self.ledger(), u64::MAX)?.check_lasting()?;
+                from
             }
-        }
+            None => {
+                self.refuse_foreign()?;
+                if !restart {
+                    self.refuse_bereft()?;
+                }
+                None
+            }
+        };
         let (by_hand, edits) = self.edits(spec, found.as_ref().map(Ledger::last_step))?;
         self.write_curriculum(spec, source)?;
         let ledger = match found {
@@ -340,7 +342,7 @@ impl RunFolder {
     /// Refuses a folder without a ledger whose `run.toml` was not written by a run: it belongs to a user.
     fn refuse_foreign(&self) -> Result<()> {
         let path = self.curriculum();
-        let text = match fs::read_to_string(&path) {
+        let text = match regular::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
             Err(error) if error.kind() == std::io::ErrorKind::InvalidData => String::new(),
@@ -373,7 +375,7 @@ impl RunFolder {
         if !path.exists() {
             return Ok(Default::default());
         }
-        let text = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let text = regular::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
         let text = String::from_utf8_lossy(&text);
         let Ok(last) = Curriculum::parse(&text, &path.display().to_string()) else {
             // Safe to ignore: the ledger records what was trained, and the file is about to be rewritten.
@@ -487,7 +489,7 @@ fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<Curri
 
 /// Writes a file atomically, unless it has this content already.
 fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
-    if fs::read(path).is_ok_and(|before| before == bytes) {
+    if regular::read(path).is_ok_and(|before| before == bytes) {
         return Ok(());
     }
     disk::write_atomic(path, bytes).map(drop)

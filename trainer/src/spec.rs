@@ -336,10 +336,13 @@ fn models(
             };
             let mut fields = phase.model.0.keys();
             let field = fields.find(alone).or(phase.model.0.keys().next());
-            return Err(Fault::usage("a phase cannot change the shape of the model")
+            return Err(Fault::usage("a phase cannot change the structure of the model")
                 .at(field.map_or_else(|| place("model"), |field| here(field)))
                 .wanted("the value under [model], which all phases share")
-                .hint("only numbers such as rope_theta may differ between phases"));
+                .hint(
+                    "between phases may differ: rope_theta, partial_rotary_factor, max_position_embeddings, rms_norm_eps, \
+                     initializer_range, document_mask, skip, z_loss, loss_chunk",
+                ));
         }
         models.push(model);
     }

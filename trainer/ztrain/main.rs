@@ -86,6 +86,7 @@ impl Cli {
 
 fn main() -> ExitCode {
     ExitWithoutMemory::reserve_stack();
+    ExitWithoutMemory::in_c_for_small_blocks();
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
     trainer::refusal::print_panics_once();

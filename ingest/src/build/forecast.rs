@@ -73,7 +73,8 @@ pub struct Forecast {
     pub workers: u64,
     /// Memory with these workers, besides that of long records.
     pub memory_bytes: u64,
-    /// The limit on the bytes of a record: each worker may hold one of them [`RECORD_FACTOR`] times.
+    /// The limit on the bytes of a document. A line of JSON may have six times as many; each worker may hold one record
+    /// [`RECORD_FACTOR`] times.
     pub max_document_bytes: u64,
 }
 

@@ -6,8 +6,8 @@
 //! (1 - s^rows)^bands, which for 14 bands of 8 rows is one half at s = 0.69 and 0.92 at s = 0.8. The first document of
 //! each connected component is kept.
 //!
-//! The functions are `(a * x + b) >> 32` over 32-bit x with 64-bit a and b (strongly universal: Dietzfelbinger 1996),
-//! where a and b are sampled by address from the seed.
+//! The functions are `a * x + b` modulo 2^64 with odd a, over hashes x of 64 bits. Each is a bijection, so that two
+//! runs agree in a value only if their hashes are equal. a and b are sampled by address from the seed.
 
 use contract::{Key, Purpose, draw};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -34,10 +34,11 @@ impl Functions {
             let key = key.child(name);
             (0..near.bands * near.rows).map(|at| draw(key, Purpose::Prepare, at)).collect()
         };
+        let factors: Vec<u64> = drawn("factor");
         Functions {
             words: near.words as usize,
             rows: near.rows as usize,
-            factors: drawn("factor"),
+            factors: factors.into_iter().map(|factor| factor | 1).collect(),
             addends: drawn("addend"),
         }
     }
@@ -45,7 +46,7 @@ impl Functions {
     /// One key per band; nothing for a text without words. A text with fewer words than a run is one run.
     pub(crate) fn bands(&self, words: &[Word]) -> Option<Vec<u64>> {
         let least = self.least(words)?;
-        let band = |values: &[u32]| {
+        let band = |values: &[u64]| {
             let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             xxh3_64_with_seed(&bytes, self.rows as u64)
         };
@@ -53,17 +54,15 @@ impl Functions {
     }
 
     /// The minimum of each function.
-    fn least(&self, words: &[Word]) -> Option<Vec<u32>> {
+    fn least(&self, words: &[Word]) -> Option<Vec<u64>> {
         if words.is_empty() {
             return None;
         }
-        let mut least = vec![u32::MAX; self.factors.len()];
+        let mut least = vec![u64::MAX; self.factors.len()];
         for run in normal::grams(words, self.words.min(words.len())) {
-            let run = run >> 32;
             let functions = self.factors.iter().zip(&self.addends);
             for (least, (factor, addend)) in least.iter_mut().zip(functions) {
-                let value = (factor.wrapping_mul(run).wrapping_add(*addend) >> 32) as u32;
-                *least = value.min(*least);
+                *least = factor.wrapping_mul(run).wrapping_add(*addend).min(*least);
             }
         }
         Some(least)
@@ -138,6 +137,8 @@ mod tests {
         let bands = |text: &str| functions.bands(&normal::words(text));
         assert_eq!(bands("One, two."), bands("one TWO"));
         assert_ne!(bands("one two"), bands("two one"));
+        // The upper halves of their hashes are equal.
+        assert_ne!(bands("line 60611"), bands("line 38377"));
         assert_eq!(bands(" ... "), None);
         assert!(Near { rows: 0, ..Near::default() }.check().is_err());
         assert!(Near { bands: 4097, rows: 1, ..Near::default() }.check().is_err());

@@ -34,7 +34,7 @@ step! {
 
 step! {
     /// Near duplicates.
-    Near = "near-duplicates" version 1 {
+    Near = "near-duplicates" version 2 {
         /// Words in a run.
         words: u64 = "5",
         /// Bands.

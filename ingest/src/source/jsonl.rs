@@ -29,6 +29,12 @@ const SLACK: u64 = 4;
 /// The longest line that the JSON parser takes.
 const LINE_BYTES_MAX: u64 = u32::MAX as u64;
 
+/// The longest line that is read: each byte of the longest document as an escape, and as much again as other keys may
+/// reasonably have.
+fn line_bytes_max(document: u64) -> u64 {
+    document.saturating_mul(6).saturating_add(1 << 20).min(LINE_BYTES_MAX)
+}
+
 /// Cuts a stream into slabs of whole lines.
 pub(super) struct Reader {
     stream: Stream,
@@ -78,10 +84,7 @@ pub(super) struct TooLong {
 
 impl Reader {
     pub(super) fn open(disk: &dyn Disk, path: &Path, limits: Limits) -> Result<Self> {
-        let limits = Limits {
-            slab_bytes: limits.slab_bytes.max(1),
-            max_document_bytes: limits.max_document_bytes.min(LINE_BYTES_MAX),
-        };
+        let limits = Limits { slab_bytes: limits.slab_bytes.max(1), ..limits };
         let stream = Stream::open(disk, path)?;
         let (place, carry) = (Place { path: path.into(), in_array: false }, Vec::new());
         let (array, offset, line, ended) = (None, 0, 1, false);
@@ -137,7 +140,7 @@ impl Reader {
             self.read_on(self.limits.slab_bytes)?;
         }
         let bytes = length - u64::from(last == b'\r');
-        let bytes_max = self.limits.max_document_bytes;
+        let bytes_max = line_bytes_max(self.limits.max_document_bytes);
         Ok(Slab(Records::TooLong(TooLong { place: self.place.clone(), line, bytes, bytes_max })))
     }
 
@@ -167,7 +170,7 @@ impl Input for Reader {
                 }
             } else {
                 searched = self.carry.len();
-                if searched as u64 > self.limits.max_document_bytes + SLACK {
+                if searched as u64 > line_bytes_max(self.limits.max_document_bytes) + SLACK {
                     return self.pass_over().map(Some);
                 }
             }
@@ -210,8 +213,8 @@ impl Lines {
                 None => std::str::from_utf8(line),
             };
             parsed.extend(match text {
-                _ if length > self.bytes_max => {
-                    Some(too_long(&self.place, row, length, self.bytes_max))
+                _ if length > line_bytes_max(self.bytes_max) => {
+                    Some(too_long(&self.place, row, length, line_bytes_max(self.bytes_max)))
                 }
                 _ if line.iter().all(|byte| b" \t\r".contains(byte)) => None,
                 Ok(text) => Some(record.parse(text, &wanted, &mut scratch)),
@@ -244,7 +247,8 @@ impl Record<'_> {
         match json::read(text, wanted, scratch) {
             Ok(found) => self.document(text, found),
             Err(reason) => {
-                let over_lines = reason.contains(json::ENDS_WITHIN) && self.row == 1;
+                let goes_on = text.trim_end().ends_with(['{', '[', ':', ',']);
+                let over_lines = (reason.contains(json::ENDS_WITHIN) || goes_on) && self.row == 1;
                 let dropped =
                     self.dropped("malformed", Fault::data("malformed JSON").found(reason));
                 if over_lines { hinted(dropped, ONE_VALUE) } else { dropped }
@@ -267,6 +271,11 @@ impl Record<'_> {
         };
         if text.is_empty() {
             return self.dropped("empty", Fault::data("the document is empty"));
+        }
+        let (length, most) = (text.len() as u64, self.lines.bytes_max);
+        if length > most {
+            let fault = Fault::data("the document is too long").found(counted(length, "byte"));
+            return self.dropped("too large", fault.wanted(format!("at most {most}")));
         }
         let kept = json::kept(line, &self.fields.keep);
         if let Some(fault) = too_long_to_keep(&kept, &self.fields.keep) {
@@ -338,8 +347,8 @@ impl TooLong {
 }
 
 /// The hint for a file that is a single value.
-const ONE_VALUE: &str = "each line is a record here; an array of records is read from a file whose name ends in .json, \
-    and `jq -c '.KEY[]'` writes each record of a list on a line";
+const ONE_VALUE: &str = "each line is a record here: `jq -c .` writes a value on one line, and `jq -c '.KEY[]'` each record of a \
+    list; an array of records is read from a file whose name ends in .json";
 
 /// The same with another hint.
 fn hinted(dropped: Parsed, hint: &str) -> Parsed {
@@ -414,9 +423,9 @@ mod tests {
     }
 
     #[test]
-    fn a_line_too_long_is_lost_whatever_the_slab() {
+    fn a_document_too_long_is_lost_whatever_the_slab() {
         let limit = 40;
-        for length in 30..50 {
+        for length in 41..61 {
             let line = format!("{{\"text\":\"{}\"}}", "x".repeat(length - 11));
             for ending in ["\n", "\r\n"] {
                 let lines = format!("{{\"text\":\"a\"}}{ending}{line}{ending}{{\"text\":\"b\"}}");
@@ -425,7 +434,7 @@ mod tests {
                     let limits = Limits { slab_bytes, max_document_bytes: limit };
                     let parsed = read_with(&file, "text", None, &limits).unwrap();
                     assert_eq!(parsed.len(), 3);
-                    let too_long = length as u64 > limit;
+                    let too_long = length as u64 - 11 > limit;
                     assert_eq!(
                         matches!(parsed[1], Parsed::Dropped { reason: "too large", bytes, .. }
                         if bytes == length as u64),
@@ -454,11 +463,12 @@ mod tests {
     fn a_line_too_long_is_never_held() {
         let lines = format!("{{\"text\":\"{}\"}}\n{{\"text\":\"b\"}}\n", "x".repeat(20_000_000));
         let file = write("x.jsonl.zst", &zstd::encode_all(lines.as_bytes(), 1).unwrap());
-        let limits = Limits { slab_bytes: 1000, max_document_bytes: 50_000 };
+        let limits = Limits { slab_bytes: 1000, max_document_bytes: 500 };
         let mut reader = Reader::open(&Real, &file.path, limits).unwrap();
         let first = reader.next_slab().unwrap().unwrap();
         assert!(matches!(first.0, Records::TooLong(TooLong { bytes: 20_000_011, .. })));
-        assert!(reader.carry.capacity() < 200_000, "{}", reader.carry.capacity());
+        let most = 4 * line_bytes_max(500) as usize;
+        assert!(reader.carry.capacity() < most, "{}", reader.carry.capacity());
         assert!(reader.next_slab().unwrap().is_some());
     }
 }

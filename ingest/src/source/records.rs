@@ -181,7 +181,7 @@ impl Rows {
         };
         let bytes = text.len() as u64;
         if bytes > self.bytes_max {
-            let fault = Fault::data("the row is too long").found(counted(bytes, "byte"));
+            let fault = Fault::data("the document is too long").found(counted(bytes, "byte"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
             return dropped("too large", at, bytes, fault);
         }

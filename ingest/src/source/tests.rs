@@ -547,29 +547,6 @@ fn integer_ids_and_bytes_that_are_no_text() {
     }
 }
 
-#[test]
-fn a_text_too_long_is_lost_in_every_format() {
-    let row = |length| Row { text: Some("x".repeat(length)), id: None };
-    let rows = [row(10), row(11), row(5)];
-    for (name, bytes) in [
-        ("x.parquet", parquet_file(&rows, 9, 0, false, 0)),
-        ("x.arrow", arrow_file(&rows, 9, 0, false, 0)),
-    ] {
-        let limits = Limits { slab_bytes: 1 << 20, max_document_bytes: 10 };
-        let parsed = read_with(&write(name, &bytes), "text", None, &limits).unwrap();
-        let dropped = |parsed: &Parsed| {
-            matches!(parsed, Parsed::Dropped { reason: "too large", bytes: 11, .. })
-        };
-        assert_eq!(parsed.iter().map(dropped).collect::<Vec<_>>(), [false, true, false]);
-    }
-    for (length, dropped) in [(10, false), (11, true)] {
-        let limits = Limits { slab_bytes: 3, max_document_bytes: 10 };
-        let file = write("x.txt", &vec![b'x'; length]);
-        let parsed = read_with(&file, "", None, &limits).unwrap();
-        assert_eq!(matches!(parsed[0], Parsed::Dropped { reason: "too large", .. }), dropped);
-    }
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 

@@ -28,6 +28,11 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// The text of a regular file.
+pub fn read_to_string(path: &Path) -> Result<String> {
+    String::from_utf8(read(path)?).map_err(|error| Error::new(ErrorKind::InvalidData, error))
+}
+
 /// The size of a regular file.
 pub fn size(path: &Path) -> Result<u64> {
     let found = fs::metadata(path)?;

@@ -123,7 +123,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     // The file itself is replaced, not a link to it.
     let path = args.curriculum.canonicalize();
     let path = path.map_err(|error| Fault::io("read", &args.curriculum, &error))?;
-    let before = super::opened(&Location::from(args.curriculum.as_path()))?;
+    let mut before = super::opened(&Location::from(args.curriculum.as_path()))?;
     // Clap has one of the two.
     let step = args.step.or(args.skip).unwrap_or_default();
     refuse_recorded(&path, step, before.plan.steps())?;
@@ -150,8 +150,15 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let text = appended(&before.source, &amendment.text()?, &found);
     // What stands in the file is what is planned: an amendment that cannot run is refused here, with its line.
     let lines = before.source.lines().count();
-    let after = OpenedCurriculum::open_text(&args.curriculum, text)
-        .map_err(|fault| of_no_line(fault, &args.curriculum, lines))?;
+    let place = |fault| of_no_line(fault, &args.curriculum, lines);
+    let mut after = OpenedCurriculum::open_text(&args.curriculum, text).map_err(place)?;
+    // A mix that reacts has read what follows from the losses of the run.
+    if let Some(ledger) = ledger_beside(&path) {
+        let run = disk::folder_of(&ledger);
+        before.follow(run)?;
+        after.follow(run)?;
+        after.plan.check_lasting().map_err(place)?;
+    }
     let mut proof = Proof::new(&before, &after, step, found)?;
     proof.skip = skip;
     if !args.dry_run {

@@ -248,7 +248,7 @@ fn shown(forecast: &Forecast) -> String {
     }
     text += &format!(
         "memory: at most {memory} with {workers}, and {RECORD_FACTOR} times the longest record that each of them \
-         reads (max_document_bytes allows {record})\n"
+         reads (max_document_bytes allows documents of {record}, and JSON lines of six times that)\n"
     );
     text
 }

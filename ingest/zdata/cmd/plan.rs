@@ -40,6 +40,7 @@ pub(crate) struct Args {
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
     let opened = args.follow.opened(&args.curriculum)?;
+    opened.plan.check_lasting()?;
     let report = Report::new(&opened)?;
     output::answer(args.json, &report, || report.text())
 }

@@ -9,7 +9,7 @@ use contract::{Digest, Fault, Hasher, Packed, Result, SourceSums, StepSums, note
 use curriculum::guard::{Skipped, SpikePolicy, StepMeasure, Windows};
 use mixer::Curriculum;
 use serde::Deserialize;
-use store::Location;
+use store::{Location, regular};
 
 /// What is read of every other line.
 #[derive(Deserialize)]
@@ -147,7 +147,7 @@ impl Witnesses {
     pub(super) fn find(run: &Path) -> Result<Self> {
         let mut all = BTreeMap::new();
         let mut places = vec![Location::Local(run.join("checkpoints"))];
-        match fs::read(run.join("checkpoints.at")) {
+        match regular::read(&run.join("checkpoints.at")) {
             Ok(text) => {
                 // The place, and on a line of its own the word that stands there.
                 let text = text.trim_ascii_end();

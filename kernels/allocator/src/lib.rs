@@ -39,15 +39,25 @@ const STACK: usize = 2 << 20;
 thread_local! {
     /// Whether this thread is allocating a size that may be corrupt.
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread is asking for small blocks.
+    static ASKS: Cell<bool> = const { Cell::new(false) };
 }
 
 impl ExitWithoutMemory {
     /// Also ends the program this way when C code gets no memory: Oniguruma does not check every result of `malloc`.
     ///
-    /// Not for programs that link libtorch, whose C++ reports a lack of memory with an exception.
+    /// Not for programs that link libtorch, whose C++ reports a lack of memory with an exception: they use
+    /// [`ExitWithoutMemory::in_c_for_small_blocks`].
     pub fn in_c_too() {
         // SAFETY: stores a function that any thread may call at any time, and that ignores its argument.
         unsafe { libmimalloc_sys::mi_register_error(Some(refused), ptr::null_mut()) }
+    }
+
+    /// The same only where there is no memory for small blocks either. libtorch's C++ throws where it gets none for a
+    /// tensor, but oneDNN does not check every result for its own small blocks.
+    pub fn in_c_for_small_blocks() {
+        // SAFETY: as above.
+        unsafe { libmimalloc_sys::mi_register_error(Some(refused_where_small), ptr::null_mut()) }
     }
 
     /// Lets the stack of the calling thread grow now. Later, where the machine has no page left for it, the system
@@ -74,6 +84,25 @@ extern "C" fn refused(what: c_int, _: *mut c_void) {
     if what == NO_MEMORY && !MAY_BE_REFUSED.get() {
         end()
     }
+}
+
+/// mimalloc does not say how much it was asked for. It keeps blocks of similar size together, four sizes from one power
+/// of two to the next, so blocks of all small sizes are asked for.
+extern "C" fn refused_where_small(what: c_int, _: *mut c_void) {
+    if what != NO_MEMORY || ASKS.replace(true) {
+        return;
+    }
+    let sizes = (6..=16).flat_map(|power| (4..8).map(move |quarters| quarters << (power - 2)));
+    for size in sizes {
+        // SAFETY: any thread may ask at any time.
+        let block = unsafe { libmimalloc_sys::mi_malloc(size) };
+        if block.is_null() {
+            end()
+        }
+        // SAFETY: a block that nothing else has.
+        unsafe { libmimalloc_sys::mi_free(block) }
+    }
+    ASKS.set(false);
 }
 
 fn end() -> ! {
@@ -110,5 +139,40 @@ unsafe impl GlobalAlloc for ExitWithoutMemory {
     unsafe fn dealloc(&self, place: *mut u8, layout: Layout) {
         // SAFETY: the caller's promise.
         unsafe { System.dealloc(place, layout) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    unsafe extern "C" {
+        fn malloc(bytes: usize) -> *mut c_void;
+    }
+
+    /// Set in the process that a test starts.
+    const CHILD: &str = "ZSTACK_ALLOCATOR_TEST";
+
+    #[test]
+    fn small_blocks_that_are_refused_end_the_program_and_large_ones_do_not() {
+        if let Some(bytes) = std::env::var(CHILD).ok().and_then(|bytes| bytes.parse().ok()) {
+            ExitWithoutMemory::in_c_for_small_blocks();
+            // SAFETY: the blocks are not used.
+            while !hint::black_box(unsafe { malloc(bytes) }).is_null() {}
+            // SAFETY: ends the process.
+            unsafe { _exit(3) }
+        }
+        let own = std::env::current_exe().unwrap();
+        for (bytes, code) in [("10000", 6), ("3000000000", 3)] {
+            let script = format!("ulimit -v {}; exec \"$0\" \"$@\"", 2 << 20);
+            let mut command = Command::new("sh");
+            command.args(["-c", &script]).arg(&own).env(CHILD, bytes);
+            let ran = command.arg("small_blocks").output().unwrap();
+            let told = String::from_utf8_lossy(&ran.stderr);
+            assert_eq!(ran.status.code(), Some(code), "{bytes}: {told}");
+            assert_eq!(told.contains("not enough memory"), code == 6, "{bytes}: {told}");
+        }
     }
 }

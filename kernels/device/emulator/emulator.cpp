@@ -62,13 +62,14 @@ struct Context {
 
 namespace emulator {
 namespace {
-enum class State { ready, barrier, exchange, done };
+enum class State { ready, barrier, together, done };
 struct Fiber {
   Context context;
   void* tsan;
   State state;
   Site site;
-  uint32_t value, mask;
+  void* own;
+  Unit unit;
 };
 struct Array {
   const void* identity;
@@ -90,7 +91,7 @@ const Kernel* kernels = nullptr;
 const Kernel* running = nullptr;
 void** arguments_now = nullptr;
 Block* now = nullptr;
-uint32_t current = 0;
+uint32_t current = 0, now_wave = 0;
 Context home;
 void* home_tsan = nullptr;
 char launch_end;
@@ -140,31 +141,40 @@ std::vector<uint32_t> permutation(uint32_t count, Order order, uint64_t& seed) {
   return numbers;
 }
 
-// Gives the lanes of each wave that meets what they asked for. False where no wave meets.
-bool exchanged(uint32_t wave) {
+// Does what the lanes of each wave that meets are here for. False where no wave meets.
+bool met() {
+  const uint32_t wave = now_wave;
   bool moved = false;
+  std::vector<void*> of_lanes;
   const auto threads = static_cast<uint32_t>(now->fibers.size());
   for (uint32_t base = 0; base < threads; base += wave) {
     const uint32_t end = std::min(base + wave, threads);
     uint32_t first = base;
-    while (first < end && now->fibers[first].state != State::exchange) ++first;
+    while (first < end && now->fibers[first].state != State::together) ++first;
     if (first == end) continue;
-    std::vector<uint32_t> values;
+    of_lanes.clear();
+    const Unit unit = now->fibers[first].unit;
     for (uint32_t i = base; i < end; ++i) {
-      const Fiber& fiber = now->fibers[i];
-      if (fiber.state != State::exchange || !same(fiber.site, now->fibers[first].site))
+      Fiber& fiber = now->fibers[i];
+      if (fiber.state != State::together || fiber.unit != unit || !same(fiber.site, now->fibers[first].site))
         refuse("a shuffle without all lanes of the wave", first, i);
-      const uint32_t from = base + ((i - base) ^ fiber.mask);
-      if (from >= end || fiber.mask >= 32) refuse("a shuffle from beyond the wave", first, i);
-      values.push_back(now->fibers[from].value);
+      of_lanes.push_back(fiber.own);
+      fiber.state = State::ready;
     }
-    for (uint32_t i = base; i < end; ++i) {
-      now->fibers[i].value = values[i - base];
-      now->fibers[i].state = State::ready;
-    }
+    unit(of_lanes.data(), end - base);
     moved = true;
   }
   return moved;
+}
+
+struct Exchange {
+  uint32_t value, mask, found;
+};
+void exchange_unit(void* const* of_lanes, uint32_t wave) {
+  for (uint32_t lane = 0; lane < wave; ++lane) {
+    auto* own = static_cast<Exchange*>(of_lanes[lane]);
+    own->found = static_cast<const Exchange*>(of_lanes[lane ^ own->mask])->value;
+  }
 }
 
 void run_block(Way way, uint64_t& seed) {
@@ -172,7 +182,7 @@ void run_block(Way way, uint64_t& seed) {
   for (;;) {
     for (const uint32_t i : permutation(threads, way.order, seed))
       if (now->fibers[i].state == State::ready) enter(i);
-    if (exchanged(way.wave)) continue;
+    if (met()) continue;
     uint32_t done = 0;
     for (const Fiber& fiber : now->fibers) done += fiber.state == State::done;
     if (done == threads) return;
@@ -197,6 +207,7 @@ char* take(size_t bytes) {
 
 uint32_t thread() { return current; }
 uint32_t block() { return now->id; }
+uint32_t wave() { return now_wave; }
 
 void barrier(Site site) {
   now->fibers[current].site = site;
@@ -206,14 +217,20 @@ void barrier(Site site) {
   if (__tsan_acquire) __tsan_acquire(meeting);
 }
 
-// A register travels; memory is not ordered by it.
-uint32_t exchange(Site site, uint32_t value, uint32_t mask) {
+// Registers travel; memory is not ordered by it.
+void together(Site site, void* own, Unit unit) {
   Fiber& fiber = now->fibers[current];
   fiber.site = site;
-  fiber.value = value;
-  fiber.mask = mask;
-  leave(State::exchange);
-  return fiber.value;
+  fiber.own = own;
+  fiber.unit = unit;
+  leave(State::together);
+}
+
+uint32_t exchange(Site site, uint32_t value, uint32_t mask) {
+  if (mask >= 32) refuse("a shuffle from beyond 32 lanes", current, current);
+  Exchange own{value, mask, 0};
+  together(site, &own, &exchange_unit);
+  return own.found;
 }
 
 void* shared(const void* identity, size_t bytes) {
@@ -244,6 +261,7 @@ const Kernel* find(const char* name) {
 void launch(const Kernel& kernel, uint32_t blocks, void** arguments, Way way) {
   running = &kernel;
   arguments_now = arguments;
+  now_wave = way.wave;
   uint64_t seed = (way.seed + 1) * 0x9e3779b97f4a7c15ull;
   if (__tsan_get_current_fiber) home_tsan = __tsan_get_current_fiber();
   const size_t arena = kShared + kArrays * 2 * kGap, bytes = kStack * kernel.threads + arena;

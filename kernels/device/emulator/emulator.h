@@ -1,9 +1,9 @@
 // A GPU's blocks on a CPU: each thread of a block is a fiber, and switches at barriers and shuffles only.
 //
-// What it refuses, with a sentence and exit code 3: threads of a block at different barriers, a shuffle without all lanes of
-// the wave, more shared memory than a device has. Shared memory is filled anew for each block, with other NaNs in each way of
-// running it, so that who reads what nobody wrote gets other bits. Under -fsanitize=thread each fiber is a thread of its own and
-// nothing but a barrier orders memory, and that within a block: a read that races with a write is reported.
+// What it refuses, with a sentence and exit code 3: threads of a block at different barriers, a shuffle or a matrix product
+// without all lanes of the wave, more shared memory than a device has. Shared memory is filled anew for each block, with other
+// NaNs in each way of running it, so that a read of what was not written gets other bits. Under -fsanitize=thread each fiber is a
+// thread of its own and nothing but a barrier orders memory, and that within a block: a read that races with a write is reported.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,6 +18,10 @@ struct Site {
 uint32_t thread();
 uint32_t block();
 void barrier(Site site);
+uint32_t wave();
+// What all lanes of a wave do at once, in registers: `unit` is called when all of them are here, with what each brought.
+using Unit = void (*)(void* const* of_lanes, uint32_t wave);
+void together(Site site, void* own, Unit unit);
 uint32_t exchange(Site site, uint32_t value, uint32_t mask);
 void* shared(const void* identity, size_t bytes);
 

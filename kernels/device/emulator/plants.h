@@ -1,5 +1,6 @@
 // Faults that the emulator and the sanitizers must find: out[i] is meant to be x[i] plus the first x of its block.
 #pragma once
+#include "../mma.h"
 #include "../sums.h"
 
 #define PLANT(name) KERNEL(name, 256, LIMIT(32, 1024, 8), (const f32* x, f32* out, u32 count))
@@ -126,4 +127,28 @@ PLANT(order_of_threads) {
 PLANT(order_of_blocks) {
   INDEX;
   if (index < count) out[index % 256] = x[index];
+}
+
+// Not a fault: twice a product of 16 x 16 x 16, of operands that lie along and across their inner index. A wave has one.
+template <Side LEFT, Side RIGHT>
+DEVICE void sixteen(const bf16* lefts, const bf16* rights, u32 stride, f32* out) {
+  Sums sums = {};
+  multiply_add(sums, left_fragment<LEFT>(lefts, stride), right_fragment<RIGHT>(rights, stride));
+  multiply_add(sums, left_fragment<LEFT>(lefts, stride), right_fragment<RIGHT>(rights, stride));
+  for (u32 sum = 0; sum < 256 / lanes(); ++sum) out[row_of_sum(sum) * 16 + column_of_sum(sum)] = sums.at[sum];
+}
+#define SIXTEEN(name) KERNEL(name, 256, LIMIT(64, 1536, 1), (const bf16* left, const bf16* right, f32* out))
+SIXTEEN(products_of_sixteen) {
+  constexpr u32 STRIDE_OF_SIXTEEN = 24;
+  SHARED(bf16, lefts, 16 * STRIDE_OF_SIXTEEN);
+  SHARED(bf16, rights, 16 * STRIDE_OF_SIXTEEN);
+  const u32 at = thread_index() / 16 * STRIDE_OF_SIXTEEN + thread_index() % 16;
+  lefts[at] = left[thread_index()];
+  rights[at] = right[thread_index()];
+  barrier();
+  const u32 wave = thread_index() / lanes();
+  if (wave == 0) sixteen<Side::along, Side::along>(lefts, rights, STRIDE_OF_SIXTEEN, out);
+  if (wave == 1) sixteen<Side::along, Side::across>(lefts, rights, STRIDE_OF_SIXTEEN, out + 256);
+  if (wave == 2) sixteen<Side::across, Side::along>(lefts, rights, STRIDE_OF_SIXTEEN, out + 512);
+  if (wave == 3) sixteen<Side::across, Side::across>(lefts, rights, STRIDE_OF_SIXTEEN, out + 768);
 }

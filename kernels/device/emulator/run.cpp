@@ -147,7 +147,10 @@ int main(int count, char** words) {
           refuse(tape.name + ": other bits with waves of " + std::to_string(wave) + " in order " +
                  std::to_string(static_cast<int>(order)));
       }
-    if (all && played(tape, {32, emulator::Order::forward, 0}, 8) != left) refuse(tape.name + ": other bits at other addresses");
+    // Some kernels rely on the host for addresses that suit four elements.
+    const bool anywhere = tape.name.rfind("aligned", 0) != 0;
+    if (all && anywhere && played(tape, {32, emulator::Order::forward, 0}, 8) != left)
+      refuse(tape.name + ": other bits at other addresses");
     printf("%s %016" PRIx64 "\n", tape.name.c_str(), digest(left));
   }
   std::ofstream out(words[1], std::ios::binary);

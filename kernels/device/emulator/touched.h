@@ -75,11 +75,17 @@ inline const std::map<std::string, Told>& tables() {
        })},
       {"checksum_pieces", no_addresses},
       {"attention_f32", no_addresses},
-      {"attention_bf16", no_addresses},
       {"attention_queries_f32", no_addresses},
-      {"attention_queries_bf16", no_addresses},
       {"attention_keys_f32", no_addresses},
-      {"attention_keys_bf16", no_addresses},
+      {"attention_64_bf16", no_addresses},
+      {"attention_128_bf16", no_addresses},
+      {"attention_256_bf16", no_addresses},
+      {"attention_queries_64_bf16", no_addresses},
+      {"attention_queries_128_bf16", no_addresses},
+      {"attention_queries_256_bf16", no_addresses},
+      {"attention_keys_64_bf16", no_addresses},
+      {"attention_keys_128_bf16", no_addresses},
+      {"attention_keys_256_bf16", no_addresses},
   };
   return all;
 }

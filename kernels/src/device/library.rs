@@ -3,10 +3,9 @@
 //! NVRTC and hipRTC have the same C interface with different prefixes, and so have the few driver functions that are
 //! called here. Building needs nothing of a vendor.
 
-use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::{PoisonError, RwLock};
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use rccl_sys::LoadedLibrary;
 
@@ -288,14 +287,17 @@ type Launch = unsafe extern "C" fn(
     *mut Handle,
 ) -> c_int;
 
+/// How many kernels a module remembers.
+pub(super) const FOUND: usize = 128;
+
 /// Machine code that a driver has loaded.
 #[derive(Debug)]
 pub(super) struct Module {
     handle: Handle,
     function: Function,
     launch: Launch,
-    /// Kernels found so far: looking one up takes a driver longer than launching it.
-    found: RwLock<BTreeMap<CString, Handle>>,
+    /// Kernels found so far by number: looking one up takes a driver longer than launching it.
+    found: [AtomicPtr<c_void>; FOUND],
     /// Name and release of the compiler that made the code.
     pub(super) compiler: String,
     /// The architecture for which the code was compiled.
@@ -326,26 +328,25 @@ impl Module {
                 handle,
                 compiler,
                 architecture,
-                found: RwLock::default(),
+                found: [const { AtomicPtr::new(ptr::null_mut()) }; FOUND],
                 function: function(&library, &format!("{prefix}ModuleGetFunction"))?,
                 launch: function(&library, vendor.launch)?,
             })
         }
     }
 
-    /// Looks up the kernel of this name in the driver.
-    fn kernel(&self, name: &CStr) -> Result<Handle> {
-        let found = self.found.read().unwrap_or_else(PoisonError::into_inner).get(name).copied();
-        if let Some(kernel) = found {
-            return Ok(kernel);
+    /// Looks up the kernel of this number and name in the driver.
+    fn kernel(&self, numbered: (usize, &CStr)) -> Result<Handle> {
+        let (number, name) = numbered;
+        let found = self.found.get(number);
+        let mut kernel = found.map_or(ptr::null_mut(), |found| found.load(Ordering::Acquire));
+        if kernel.is_null() {
+            // SAFETY: a loaded module, and a C string.
+            check("find a kernel", unsafe {
+                (self.function)(&raw mut kernel, self.handle, name.as_ptr())
+            })?;
+            found.inspect(|found| found.store(kernel, Ordering::Release));
         }
-        let mut kernel = ptr::null_mut();
-        // SAFETY: a loaded module, and a C string.
-        check("find a kernel", unsafe {
-            (self.function)(&raw mut kernel, self.handle, name.as_ptr())
-        })?;
-        let mut all = self.found.write().unwrap_or_else(PoisonError::into_inner);
-        all.insert(name.to_owned(), kernel);
         Ok(kernel)
     }
 
@@ -356,7 +357,7 @@ impl Module {
     /// on the device, large enough for the kernel's accesses, and not freed before the stream has run it.
     pub(super) unsafe fn launch(
         &self,
-        kernel: &CStr,
+        kernel: (usize, &CStr),
         [blocks, threads]: [u32; 2],
         arguments: &mut [*mut c_void],
         stream: *mut c_void,
@@ -385,7 +386,7 @@ impl Module {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::atomic::AtomicU32;
 
     use super::*;
 
@@ -423,18 +424,18 @@ mod tests {
             handle: ptr::null_mut(),
             function: look,
             launch: no_launch,
-            found: RwLock::default(),
+            found: [const { AtomicPtr::new(ptr::null_mut()) }; FOUND],
             compiler: String::new(),
             architecture: String::new(),
         };
         for _ in 0..3 {
-            for name in [c"adamw", c"finish"] {
+            for (number, name) in [c"adamw", c"finish"].into_iter().enumerate() {
                 let first = usize::from(name.to_bytes()[0]);
-                assert_eq!(module.kernel(name).unwrap().addr(), first);
+                assert_eq!(module.kernel((number, name)).unwrap().addr(), first);
             }
         }
         assert_eq!(LOOKED.load(Ordering::SeqCst), 2);
-        assert!(module.kernel(c"none").is_err() && module.kernel(c"none").is_err());
+        assert!([2, FOUND].iter().all(|number| module.kernel((*number, c"none")).is_err()));
         assert_eq!(LOOKED.load(Ordering::SeqCst), 4, "what is not there is asked for again");
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use tch::Device;
 
@@ -37,13 +37,18 @@ sources!(
     "exact.h",
     "experts.h",
     "finish.h",
+    "flash.h",
     "fours.h",
     "ground.h",
+    "grouped.h",
     "loss.h",
+    "mma.h",
     "numbers.h",
     "optimizer.h",
+    "own_rows.h",
     "products.h",
     "router.h",
+    "routed.h",
     "rows.h",
     "spans.h",
     "sums.h",
@@ -131,8 +136,8 @@ fn folder() -> Option<PathBuf> {
 }
 
 /// The kernels on a GPU, compiled once per process, or why neither vendor's libraries provide them.
-pub(super) fn on_gpu(index: usize) -> std::result::Result<Arc<Module>, String> {
-    type Found = std::result::Result<Arc<Module>, String>;
+pub(super) fn on_gpu(index: usize) -> std::result::Result<&'static Module, String> {
+    type Found = std::result::Result<&'static Module, String>;
     static MODULES: Mutex<BTreeMap<usize, Found>> = Mutex::new(BTreeMap::new());
     let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
     let open = || {
@@ -142,7 +147,7 @@ pub(super) fn on_gpu(index: usize) -> std::result::Result<Arc<Module>, String> {
         let own = |vendor| module(vendor, &architecture, kept.as_deref());
         let [first, second] = vendors();
         let found = own(first).or_else(|why| own(second).map_err(|also| format!("{why}; {also}")));
-        found.map(Arc::new)
+        found.map(|found| &*Box::leak(Box::new(found)))
     };
     modules.entry(index).or_insert_with(open).clone()
 }

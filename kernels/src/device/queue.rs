@@ -1,15 +1,16 @@
 //! Launches our own kernels, checking each argument against the kernel's parameters in its source.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int, c_void};
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
 use super::library::Module;
 use super::own::{SOURCES, on_gpu};
 use crate::shim::symbol;
-use crate::{Error, Result, shapes};
+use crate::{Error, Result, layout, shapes};
 
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug)]
@@ -50,14 +51,22 @@ enum Parameter {
     Float,
 }
 
-/// The parameters of every kernel, parsed from the source.
-fn signatures() -> &'static BTreeMap<&'static str, Vec<Parameter>> {
-    static FOUND: OnceLock<BTreeMap<&'static str, Vec<Parameter>>> = OnceLock::new();
+/// A kernel's number, and its parameters.
+type Signature = (usize, Vec<Parameter>);
+
+/// The signatures of all kernels by name, parsed from the source.
+fn signatures() -> &'static BTreeMap<&'static [u8], Signature> {
+    static FOUND: OnceLock<BTreeMap<&'static [u8], Signature>> = OnceLock::new();
     FOUND.get_or_init(|| {
         let texts = SOURCES.iter().filter_map(|(_, text)| text.to_str().ok());
-        texts.flat_map(|text| text.split("\nKERNEL(").skip(1)).filter_map(signature).collect()
+        let found = texts.flat_map(|text| text.split("\nKERNEL(").skip(1)).filter_map(signature);
+        let numbered = found.enumerate();
+        numbered.map(|(at, (name, parameters))| (name.as_bytes(), (at, parameters))).collect()
     })
 }
+
+/// The most parameters of a kernel.
+const MOST: usize = 32;
 
 /// Parses what follows `KERNEL(`: its name, and the parameters after its limits.
 fn signature(text: &'static str) -> Option<(&'static str, Vec<Parameter>)> {
@@ -95,11 +104,16 @@ union Slot {
     float: f32,
 }
 
+thread_local! {
+    /// The GPU of this thread's last queue, and its kernels.
+    static LAST: Cell<Option<(usize, &'static Module)>> = const { Cell::new(None) };
+}
+
 /// The kernels of a device, and the stream on which the calling thread computes there.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Queue {
     /// `None` where tensors have no numbers: launches are checked, and do nothing.
-    module: Option<Arc<Module>>,
+    module: Option<&'static Module>,
     device: Device,
     stream: *mut c_void,
 }
@@ -107,7 +121,7 @@ pub(crate) struct Queue {
 impl Queue {
     /// For a stream of the stand-in driver.
     #[cfg(test)]
-    pub(super) fn new(module: Arc<Module>, device: Device, stream: *mut c_void) -> Queue {
+    pub(super) fn new(module: &'static Module, device: Device, stream: *mut c_void) -> Queue {
         Queue { module: Some(module), device, stream }
     }
 
@@ -119,18 +133,22 @@ impl Queue {
         let refuse = |reason| Error::NoDevice { device: format!("{device:?}"), reason };
         let Device::Cuda(index) = device else { return Err(refuse("it is no GPU".to_owned())) };
         super::enter(device)?;
-        let module = on_gpu(index).map_err(refuse)?;
+        let module = match LAST.get() {
+            Some((last, module)) if last == index => module,
+            _ => on_gpu(index).map_err(refuse)?,
+        };
+        LAST.set(Some((index, module)));
         Ok(Queue { module: Some(module), device, stream: current_stream(index)? })
     }
 
     /// Name and release of the compiler that made the kernels.
     pub(crate) fn compiler(&self) -> &str {
-        self.module.as_ref().map_or("", |module| &module.compiler)
+        self.module.map_or("", |module| &module.compiler)
     }
 
     /// Architecture of the device, as its runtime library reports it; empty if it does not.
     pub(crate) fn architecture(&self) -> &str {
-        self.module.as_ref().map_or("", |module| &module.architecture)
+        self.module.map_or("", |module| &module.architecture)
     }
 
     /// Whether launches do something: not where tensors have no numbers.
@@ -147,56 +165,55 @@ impl Queue {
     ///
     /// The caller must pass sizes with which the kernel stays within its arguments; the kernel's source states them.
     pub(crate) fn launch(&self, kernel: &CStr, blocks: i64, arguments: &[Argument]) -> Result<()> {
-        let name = kernel.to_str().unwrap_or_default();
         let refuse = |reason: String| Error::Foreign {
             call: "launch a kernel",
-            reason: format!("{name}: {reason}"),
+            reason: format!("{}: {reason}", kernel.to_string_lossy()),
         };
-        let parameters =
-            signatures().get(name).ok_or_else(|| refuse("there is none".to_owned()))?;
-        if parameters.len() != arguments.len() {
+        let (number, parameters) = signatures()
+            .get(kernel.to_bytes())
+            .ok_or_else(|| refuse("there is none".to_owned()))?;
+        if parameters.len() != arguments.len() || arguments.len() > MOST {
             return Err(refuse(format!("{} arguments", arguments.len())));
         }
         if blocks == 0 {
             return Ok(());
         }
-        let wrong = |index: usize| refuse(format!("argument {index}: {:?}", arguments[index]));
-        let mut slots = Vec::with_capacity(arguments.len());
+        let mut slots = [Slot { address: std::ptr::null_mut() }; MOST];
         for (index, (argument, parameter)) in arguments.iter().zip(parameters).enumerate() {
-            slots.push(match (*argument, *parameter) {
-                (Argument::Memory(tensor), Parameter::Memory(kind))
-                    if tensor.kind() == kind
-                        && tensor.is_contiguous()
-                        && tensor.device() == self.device =>
-                {
-                    Slot { address: tensor.data_ptr() }
+            slots[index] = match (*argument, *parameter) {
+                (Argument::Memory(tensor), Parameter::Memory(kind)) => {
+                    layout::address(tensor, kind, self.device).map(|address| Slot { address })
                 }
-                (Argument::Nothing, Parameter::Memory(_)) => Slot { address: std::ptr::null_mut() },
+                (Argument::Nothing, Parameter::Memory(_)) => Some(slots[index]),
                 (Argument::Word(count), Parameter::Word) => {
-                    Slot { word: u32::try_from(count).map_err(|_| wrong(index))? }
+                    u32::try_from(count).ok().map(|word| Slot { word })
                 }
-                (Argument::Float(float), Parameter::Float) => Slot { float },
-                _ => return Err(wrong(index)),
-            });
+                (Argument::Float(float), Parameter::Float) => Some(Slot { float }),
+                _ => None,
+            }
+            .ok_or_else(|| refuse(format!("argument {index}: {argument:?}")))?;
         }
         let blocks = u32::try_from(blocks).map_err(|_| refuse(format!("{blocks} blocks")))?;
-        let Some(module) = &self.module else { return Ok(()) };
-        let mut places: Vec<*mut c_void> =
-            slots.iter_mut().map(|slot| (&raw mut *slot).cast()).collect();
+        let Some(module) = self.module else {
+            shapes::launched();
+            return Ok(());
+        };
+        let mut places = slots.each_mut().map(|slot| (&raw mut *slot).cast());
         // SAFETY: types and number of the arguments match the source, which was compiled into this module. Memory is on
         // the device and of this stream: libtorch reuses it only for work that is queued later. The kernel stays within
         // it if the sizes are right, which the caller ensures.
-        unsafe { module.launch(kernel, [blocks, 256], &mut places, self.stream) }
+        unsafe { module.launch((*number, kernel), [blocks, 256], &mut places, self.stream) }
     }
 
     /// The same with unchecked words: addresses of device memory, counts, bits of numbers.
     #[cfg(test)]
     pub(super) fn launch_words(&self, kernel: &CStr, blocks: u32, words: &mut [u64]) -> Result<()> {
-        let Some(module) = &self.module else { return Ok(()) };
+        let Some(module) = self.module else { return Ok(()) };
+        let number = signatures().get(kernel.to_bytes()).map_or(usize::MAX, |(number, _)| *number);
         let mut places: Vec<*mut c_void> =
             words.iter_mut().map(|word| (&raw mut *word).cast()).collect();
         // SAFETY: the words are those of a tape that the emulator has played under a sanitizer.
-        unsafe { module.launch(kernel, [blocks, 256], &mut places, self.stream) }
+        unsafe { module.launch((number, kernel), [blocks, 256], &mut places, self.stream) }
     }
 
     /// Copies words to the device through pinned memory; the host does not wait.
@@ -206,7 +223,7 @@ impl Queue {
 
     /// Uninitialized memory on the device.
     pub(crate) fn room(&self, shape: &[i64], kind: Kind) -> Result<Tensor> {
-        Ok(Tensor::f_empty(shape, (kind, self.device))?)
+        layout::room(shape, kind, self.device)
     }
 }
 
@@ -235,6 +252,7 @@ fn current_stream(index: usize) -> Result<*mut c_void> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::library::FOUND;
 
     /// The emulator's list and the parser find the same kernels in the source.
     #[test]
@@ -242,8 +260,10 @@ mod tests {
         let texts = SOURCES.iter().map(|(_, text)| text.to_str().unwrap());
         let written: usize = texts.map(|text| text.matches("\nKERNEL(").count()).sum();
         assert_eq!(signatures().len(), written);
+        assert!(signatures().values().all(|(number, all)| *number < FOUND && all.len() <= MOST));
+        let parameters = |name: &str| &signatures()[name.as_bytes()].1;
         assert_eq!(
-            signatures()["scale_rows_bf16"],
+            parameters("scale_rows_bf16")[..],
             [
                 Parameter::Memory(Kind::BFloat16),
                 Parameter::Memory(Kind::Float),
@@ -252,6 +272,6 @@ mod tests {
                 Parameter::Word
             ]
         );
-        assert_eq!(signatures()["router_norm_f32"][0], Parameter::Memory(Kind::Float));
+        assert_eq!(parameters("router_f32")[0], Parameter::Memory(Kind::Float));
     }
 }

@@ -230,8 +230,9 @@ impl Group {
         self.peers.iter().for_each(|peers| peers.reached(whereabouts));
     }
 
-    /// Publishes the computing time of this rank in `step`, for the monitoring of ranks.
-    pub fn computed(&self, step: u64, time: Duration) {
+    /// Publishes the time in which this rank computed a micro-batch of `step`, for the monitoring of ranks; `None` if
+    /// it had none.
+    pub fn computed(&self, step: u64, time: Option<Duration>) {
         self.peers.iter().for_each(|peers| peers.computed(step, time));
     }
 

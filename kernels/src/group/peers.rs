@@ -278,8 +278,8 @@ impl Peers {
         }
     }
 
-    /// Publishes the computing time of this rank in `step`.
-    pub(super) fn computed(&self, step: u64, time: Duration) {
+    /// Publishes the time in which this rank computed a micro-batch of `step`.
+    pub(super) fn computed(&self, step: u64, time: Option<Duration>) {
         self.progress.update(|now| now.add(step, time));
     }
 

@@ -49,7 +49,7 @@ fn the_last_progress_of_a_rank_that_leaves_is_seen() {
             scope.spawn(move || {
                 let group = Group::open(&place(rank, 2, port), SECONDS, &|_| ()).unwrap();
                 for number in 0..=100 {
-                    group.computed(number, Duration::from_millis(number));
+                    group.computed(number, Some(Duration::from_millis(number)));
                     group.reached(&format!("step {number}"));
                 }
             });

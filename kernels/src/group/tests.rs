@@ -1,6 +1,7 @@
 //! Ranks as threads, over the loopback.
 
 use super::store::FAULT;
+use super::unauthenticated_tests::free_port;
 use super::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -236,7 +237,7 @@ fn a_process_too_many_ends_alone_once_all_have_met() {
 /// The first process holds the store; the second cannot open its own.
 #[test]
 fn two_processes_of_rank_0_are_both_told_so_at_once() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let free = free_port();
     let start = Instant::now();
     let open = || {
         thread::spawn(move || {
@@ -535,9 +536,7 @@ fn those_who_are_left_meet_again_until_one_is_alone() {
 
 #[test]
 fn so_do_they_where_the_store_is_lost_with_the_rank_that_held_it() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port();
-    drop(free);
+    let port = free_port();
     thread::scope(|scope| {
         for rank in 0..5 {
             scope.spawn(move || outlive(rank, port, true, &[0, 3, 1, 2]));

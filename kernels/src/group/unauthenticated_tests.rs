@@ -2,12 +2,25 @@
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Instant;
 
 use super::peers::Peers;
 use super::tests::{SECONDS, place};
 use super::*;
+
+/// A port that no connection of another test takes before it is opened: Linux gives those from 32768 on.
+pub(super) fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let offset = std::process::id() * 8 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + u16::try_from(offset % 10_000).unwrap();
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
 
 fn key() -> RunKey {
     RunKey::of("the secret of a run")
@@ -237,9 +250,7 @@ fn a_transfer_that_does_not_prove_the_key_ends_the_meeting() {
 /// Rank 0 holds the store, rank 1 keeps one ready: strangers of both are counted in the first.
 #[test]
 fn strangers_at_a_store_that_is_kept_ready_are_counted_too() {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port();
-    drop(free);
+    let port = free_port();
     thread::scope(|scope| {
         for rank in [0, 1] {
             scope.spawn(move || {

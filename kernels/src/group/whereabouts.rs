@@ -18,8 +18,9 @@ const STEPS: usize = 6;
 pub struct RankProgress {
     /// The number of exchanges begun on each axis; the axis of all ranks comes first.
     pub begun: [u64; AXES],
-    /// The last steps for which it finished its own computation, with the time taken; the newest last.
-    pub computed: Vec<(u64, Duration)>,
+    /// The last steps for which it finished its own computation, with the time of a micro-batch; the newest last.
+    /// `None` if it had no micro-batch.
+    pub computed: Vec<(u64, Option<Duration>)>,
     /// The last exchange that it began ("the gathering of losses"); empty before the first one.
     pub exchange: String,
     /// What it is doing ("step 12, micro-batch 3").
@@ -34,7 +35,7 @@ impl RankProgress {
     }
 
     /// Adds a step and drops the oldest beyond [`STEPS`].
-    pub(super) fn add(&mut self, step: u64, time: Duration) {
+    pub(super) fn add(&mut self, step: u64, time: Option<Duration>) {
         self.computed.push((step, time));
         let old = self.computed.len().saturating_sub(STEPS);
         self.computed.drain(..old);
@@ -53,7 +54,9 @@ impl RankProgress {
     /// `BEGUN|COMPUTED|EXCHANGE|PLACE`.
     fn written(&self) -> String {
         let begun: Vec<String> = self.begun.iter().map(u64::to_string).collect();
-        let step = |(step, time): &(u64, Duration)| format!("{step}:{}", time.as_nanos());
+        let nanos =
+            |time: &Option<Duration>| time.map_or_else(String::new, |it| it.as_nanos().to_string());
+        let step = |(step, time): &(u64, Option<Duration>)| format!("{step}:{}", nanos(time));
         let computed: Vec<String> = self.computed.iter().map(step).collect();
         format!("{}|{}|{}|{}", begun.join(","), computed.join(","), self.exchange, self.place)
     }
@@ -66,7 +69,8 @@ impl RankProgress {
         }
         let step = |text: &str| {
             let (step, time) = text.split_once(':')?;
-            Some((step.parse().ok()?, Duration::from_nanos(time.parse().ok()?)))
+            let nanos = (!time.is_empty()).then(|| time.parse()).transpose().ok()?;
+            Some((step.parse().ok()?, nanos.map(Duration::from_nanos)))
         };
         let computed = parts.next()?.split(',').filter_map(step).collect();
         let (exchange, place) = (parts.next()?.to_owned(), parts.next()?.to_owned());
@@ -112,9 +116,9 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read(
-            begun: [u64; AXES], steps: Vec<(u64, u64)>, exchange in "[ -{}~]{0,40}", place in "[ -~]{0,40}",
+            begun: [u64; AXES], steps: Vec<(u64, Option<u64>)>, exchange in "[ -{}~]{0,40}", place in "[ -~]{0,40}",
         ) {
-            let computed = steps.iter().map(|(step, nanos)| (*step, Duration::from_nanos(*nanos))).collect();
+            let computed = steps.iter().map(|(step, nanos)| (*step, nanos.map(Duration::from_nanos))).collect();
             let written = RankProgress { begun, computed, exchange, place };
             prop_assert_eq!(RankProgress::read(&written.written()), Some(written));
         }

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::{Error, Result};
+use crate::{Error, Result, layout};
 
 /// A call of the operation with this name.
 #[derive(Clone, Copy)]
@@ -36,8 +36,7 @@ impl Call {
         shape: &[i64],
         kinds: &[Kind],
     ) -> Result<()> {
-        let fits = tensor.size() == shape && kinds.contains(&tensor.kind());
-        if fits && tensor.is_contiguous() {
+        if layout::fits(tensor, shape, kinds) {
             return Ok(());
         }
         let layout = if tensor.is_contiguous() { "contiguous" } else { "not contiguous" };
@@ -57,8 +56,8 @@ impl Call {
         operand: &'static str,
         tensor: &Tensor,
     ) -> Result<[i64; D]> {
-        let size = tensor.size();
-        <[i64; D]>::try_from(size)
-            .map_err(|size| self.refuse(operand, format!("{size:?}"), format!("{D} dimensions")))
+        layout::sizes(tensor).ok_or_else(|| {
+            self.refuse(operand, format!("{:?}", tensor.size()), format!("{D} dimensions"))
+        })
     }
 }

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::call::Call;
 use super::{
-    Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, NormBack, QueryKey,
+    Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, ExpertRows, NormBack, QueryKey,
     ResidualScaling, RouterWeights, Update,
 };
 use crate::{Error, Result};
@@ -41,12 +41,17 @@ pub(super) fn residual(
     let call = Call("residual");
     let shape = call.matrix("residual", residual)?;
     call.float("branch", branch, &shape)?;
-    call.f32("residual", residual, &shape)?;
+    residual_sides(residual, by, &shape)?;
+    Ok(shape)
+}
+
+fn residual_sides(residual: &Tensor, by: ResidualScaling, shape: &[i64]) -> Result<()> {
+    let call = Call("residual");
+    call.f32("residual", residual, shape)?;
     call.f32("scale", by.scale, &shape[1..])?;
     call.f32("bias", by.bias, &shape[1..])?;
     call.f32("residual_scale", by.residual_scale, &shape[1..])?;
-    call.f32("residual_bias", by.residual_bias, &shape[1..])?;
-    Ok(shape)
+    call.f32("residual_bias", by.residual_bias, &shape[1..])
 }
 
 pub(super) fn residual_backward(
@@ -65,13 +70,61 @@ pub(super) fn residual_norm_backward(
     residual: &Tensor,
     by: ResidualScaling,
     norm: NormBack,
+    grad: &Tensor,
 ) -> Result<[i64; 2]> {
-    let shape = rms_norm_backward(norm.x, norm.factors, norm.weight, norm.grad)?;
+    let shape = self::residual(branch, residual, by)?;
+    norm_back(norm, &shape)?;
+    Call("residual_norm_backward").is("grad", grad, &shape, &[branch.kind()])?;
+    Ok(shape)
+}
+
+fn norm_back(norm: NormBack, shape: &[i64]) -> Result<()> {
     let call = Call("residual_norm_backward");
-    call.is("grad", norm.grad, &shape, &[branch.kind()])?;
-    norm.beside.map_or(Ok(()), |beside| call.f32("beside", beside, &shape))?;
-    call.f32("residual", residual, &shape)?;
-    self::residual(branch, residual, by)
+    let rows = [("x", Some(norm.x)), ("beside", norm.beside)];
+    for (operand, tensor) in rows {
+        tensor.map_or(Ok(()), |tensor| call.f32(operand, tensor, shape))?;
+    }
+    call.f32("factors", norm.factors, &[shape[0], 1])?;
+    call.f32("weight", norm.weight, &shape[1..])
+}
+
+/// Requires experts' rows and gates that fit a residual.
+pub(super) fn residual_gathered(
+    rows: ExpertRows,
+    residual: &Tensor,
+    by: ResidualScaling,
+) -> Result<[i64; 2]> {
+    let shape = gather(rows)?;
+    residual_sides(residual, by, &shape)?;
+    Ok(shape)
+}
+
+/// The same with the operands of the way back.
+pub(super) fn residual_norm_gathered_backward(
+    rows: ExpertRows,
+    residual: &Tensor,
+    by: ResidualScaling,
+    norm: NormBack,
+    grad: &Tensor,
+) -> Result<[i64; 2]> {
+    let shape = residual_gathered(rows, residual, by)?;
+    norm_back(norm, &shape)?;
+    Call("residual_norm_gathered_backward").is("grad", grad, &shape, &[rows.x.kind()])?;
+    Ok(shape)
+}
+
+pub(super) fn residual_norm_unpermuted_backward(
+    branch: &Tensor,
+    stream: &Tensor,
+    by: ResidualScaling,
+    norm: NormBack,
+    rows: ExpertRows,
+) -> Result<[i64; 2]> {
+    let shape = unpermute(rows)?;
+    Call("residual_norm_unpermuted_backward").is("branch", branch, &shape, &[rows.x.kind()])?;
+    residual_sides(stream, by, &shape)?;
+    norm_back(norm, &shape)?;
+    Ok(shape)
 }
 
 /// Returns the rows and columns of `z`.
@@ -158,32 +211,21 @@ pub(super) fn swiglu_backward(x: &Tensor, grad: &Tensor) -> Result<[i64; 2]> {
 }
 
 /// Returns the tokens and the width of their rows.
-pub(super) fn gather(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
-) -> Result<[i64; 2]> {
+pub(super) fn gather(rows: ExpertRows) -> Result<[i64; 2]> {
     let call = Call("gather");
-    let shape = returned(call, x, by, passed)?;
-    call.f32("weight", weight, &[shape[0], 1])?;
+    let shape = returned(call, rows)?;
+    call.f32("by_token", rows.by_token, &[shape[0], 1])?;
     Ok(shape)
 }
 
-pub(super) fn gather_backward(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
-    grad: &Tensor,
-) -> Result<[i64; 2]> {
-    let shape = gather(x, by, passed, weight)?;
-    Call("gather_backward").is("grad", grad, &shape, &[x.kind()])?;
+pub(super) fn gather_backward(rows: ExpertRows, grad: &Tensor) -> Result<[i64; 2]> {
+    let shape = gather(rows)?;
+    Call("gather_backward").is("grad", grad, &shape, &[rows.x.kind()])?;
     Ok(shape)
 }
 
 /// The same for rows that return to tokens, some of which bypassed the experts.
-fn returned(call: Call, x: &Tensor, by: &Dispatch, passed: Option<&Tensor>) -> Result<[i64; 2]> {
+fn returned(call: Call, ExpertRows { x, by, passed, .. }: ExpertRows) -> Result<[i64; 2]> {
     let shape = [by.rows, call.matrix("x", x)?[1]];
     call.float("x", x, &shape)?;
     passed.map_or(Ok(()), |passed| call.is("passed", passed, &shape, &[x.kind()]))?;
@@ -240,10 +282,15 @@ pub(super) fn not_its_own(saved: &[[Tensor; 2]]) -> Error {
     Call("attention_backward").refuse("saved", found, "its own".to_owned())
 }
 
+/// The gradient of attention's output.
+pub(super) fn attention_gradient(by: Attention, grad: &Tensor) -> Result<()> {
+    let shape = [attention(by)?, by.shape[0] * by.shape[2]];
+    Call("attention_backward").is("grad", grad, &shape, &[by.query.kind()])
+}
+
 pub(super) fn attention_backward(by: Attention, grad: &Tensor, out: AttentionGrads) -> Result<()> {
-    let tokens = attention(by)?;
+    attention_gradient(by, grad)?;
     let (call, kind) = (Call("attention_backward"), by.query.kind());
-    call.is("grad", grad, &[tokens, by.shape[0] * by.shape[2]], &[kind])?;
     for (operand, found, wanted, kinds) in [
         ("out.query", out.query, by.query, [Kind::Float; 2]),
         ("out.key", out.key, by.key, [Kind::Float; 2]),
@@ -344,9 +391,23 @@ pub(super) fn grouped(
     weights: &Tensor,
     [own, inner]: [usize; 2],
 ) -> Result<[i64; 2]> {
+    let [own, inner] = expert_weights(call, by, rows, weights, [own, inner])?;
+    let count = call.matrix("rows", rows)?[0].max(by.computed);
+    call.float("rows", rows, &[count, inner])?;
+    Ok([own, inner])
+}
+
+/// The same without requirements on the number of rows.
+pub(super) fn expert_weights(
+    call: &Call,
+    by: &Dispatch,
+    rows: &Tensor,
+    weights: &Tensor,
+    [own, inner]: [usize; 2],
+) -> Result<[i64; 2]> {
     let size = call.sizes::<3>("weights", weights)?;
     call.is("weights", weights, &[by.experts, size[1], size[2]], &[rows.kind()])?;
-    let count = call.matrix("rows", rows)?[0].max(by.computed);
+    let count = call.matrix("rows", rows)?[0];
     call.float("rows", rows, &[count, size[inner]])?;
     Ok([size[own], size[inner]])
 }
@@ -369,15 +430,10 @@ pub(super) fn grouped_weights(
 }
 
 /// Returns tokens and columns.
-pub(super) fn unpermute(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    beside: &Tensor,
-) -> Result<[i64; 2]> {
+pub(super) fn unpermute(rows: ExpertRows) -> Result<[i64; 2]> {
     let call = Call("unpermute");
-    let shape = returned(call, x, by, passed)?;
-    call.is("beside", beside, &shape, &[x.kind()])?;
+    let shape = returned(call, rows)?;
+    call.is("by_token", rows.by_token, &shape, &[rows.x.kind()])?;
     Ok(shape)
 }
 

@@ -6,11 +6,29 @@ use tch::{Kind, Tensor};
 use super::call::Call;
 use super::check;
 use super::linear_router::{TopK, chosen, chosen_back};
-use super::operands::HiddenInputs;
+use super::operands::{RouterHidden, foreign};
 use super::{
-    ConvShift, Dispatch, Ops, ParamGradient, RouterGrads, RouterSaved, RouterWeights, Routes,
+    Attention, AttentionGrads, ConvShift, Dispatch, ExpertInput, ExpertRows, HeadGrads, NormBack,
+    Ops, ParamGradient, ResidualGrads, ResidualScaling, RouterGrads, RouterSaved, RouterWeights,
+    Routes,
 };
 use crate::Result;
+
+pub(super) fn attention_backward_whole<O: Ops + ?Sized>(
+    ops: &O,
+    by: Attention,
+    saved: Vec<[Tensor; 2]>,
+    grad: &Tensor,
+) -> Result<(HeadGrads, Tensor)> {
+    let ([queries, keys, width], tokens) = (by.shape, by.query.size()[1]);
+    let all = [queries + keys, tokens, width];
+    let (all, value) =
+        (Tensor::f_empty(all, (Kind::Float, grad.device()))?, by.value.f_empty_like()?);
+    let [query, key] = [all.f_narrow(0, 0, queries)?, all.f_narrow(0, queries, keys)?];
+    let out = AttentionGrads { query: &query, key: &key, value: &value };
+    ops.attention_backward(by, saved, grad, out)?;
+    Ok((HeadGrads::Stacked(all), value))
+}
 
 /// The sum over rows.
 fn columns(x: &Tensor) -> Result<ParamGradient> {
@@ -32,7 +50,7 @@ pub(super) fn router<O: Ops + ?Sized>(
     if let (Some(decay), Some(before)) = (by.decay, before) {
         let _ = state.f_addcmul_(before, decay)?;
     }
-    let (normed, factors) = ops.rms_norm(&state, by.norm, by.eps)?;
+    let (normed, factors) = ops.rms_norm(&state, by.norm, by.eps, Kind::Float)?;
     let first = normed.f_linear(by.fc1, Some(by.fc1_bias))?;
     let first_out = first.f_gelu("none")?;
     let second = first_out.f_linear(by.fc2, Some(by.fc2_bias))?;
@@ -43,14 +61,14 @@ pub(super) fn router<O: Ops + ?Sized>(
         before: before.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
         factors,
-        inputs: HiddenInputs::Apart([normed, first_out]),
-        first,
-        second,
-        second_out,
+        hidden: RouterHidden::All {
+            inputs: [normed, first_out, second_out],
+            before: [first, second],
+        },
         probabilities,
         choice: choice.shallow_clone(),
     };
-    Ok((Routes { choice, weight, state: Some(state) }, saved))
+    Ok((Routes { choice, weight, state: Some(state), counts: None }, saved))
 }
 
 pub(super) fn router_backward<O: Ops + ?Sized>(
@@ -62,12 +80,16 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     state: Option<&Tensor>,
 ) -> Result<RouterGrads> {
     check::router_backward(x, weight, state, &saved.state)?;
-    let [normed, first_out] = saved.apart()?;
+    let RouterHidden::All { inputs: [normed, first_out, second_out], before: [first, second] } =
+        &saved.hidden
+    else {
+        return Err(foreign("router_backward", "saved"));
+    };
     let logits = chosen_back(&saved.probabilities, &saved.choice, weight, TopK::ONE)?;
-    let out = logits.f_tr()?.f_matmul(&saved.second_out)?;
-    let second = saved.second.f_gelu_backward(&logits.f_matmul(by.out)?, "none")?;
+    let out = logits.f_tr()?.f_matmul(second_out)?;
+    let second = second.f_gelu_backward(&logits.f_matmul(by.out)?, "none")?;
     let fc2 = second.f_tr()?.f_matmul(first_out)?;
-    let first = saved.first.f_gelu_backward(&second.f_matmul(by.fc2)?, "none")?;
+    let first = first.f_gelu_backward(&second.f_matmul(by.fc2)?, "none")?;
     let fc1 = first.f_tr()?.f_matmul(normed)?;
     let inner = first.f_matmul(by.fc1)?;
     let (mut own, norm) = ops.rms_norm_backward(&saved.state, &saved.factors, by.norm, &inner)?;
@@ -77,7 +99,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     let narrow = own.f_to_kind(x.kind())?;
     let down = match by.part {
         true => ops.matmul_part(&narrow.f_tr()?, x)?,
-        false => narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?,
+        false => narrow.f_tr()?.f_matmul(x)?,
     };
     let (mut decay, mut before) = (None, None);
     if let (Some(by), Some(entered)) = (by.decay, &saved.before) {
@@ -87,15 +109,15 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     Ok(RouterGrads {
         input: narrow.f_matmul(by.down)?,
         before,
-        down,
+        down: down.into(),
         down_bias: columns(&own)?,
         decay,
         norm,
-        fc1,
+        fc1: fc1.into(),
         fc1_bias: columns(&first)?,
-        fc2,
+        fc2: fc2.into(),
         fc2_bias: columns(&second)?,
-        out,
+        out: out.into(),
     })
 }
 
@@ -137,6 +159,29 @@ pub(super) fn grouped_matmul_input<O: Ops + ?Sized>(
         ops.matmul_into(&part(&out)?, &part(grad)?, &weights.f_get(expert)?)?;
     }
     Ok(out)
+}
+
+pub(super) fn grouped_swiglu<O: Ops + ?Sized>(
+    ops: &O,
+    rows: &ExpertInput,
+    weights: &Tensor,
+    by: &Dispatch,
+) -> Result<[Tensor; 2]> {
+    let both = ops.grouped_matmul(&rows.sorted(ops, by)?, weights, by)?;
+    let both = both.f_narrow(0, 0, by.computed)?;
+    let product = ops.swiglu(&both)?;
+    Ok([both, product])
+}
+
+pub(super) fn grouped_swiglu_backward<O: Ops + ?Sized>(
+    ops: &O,
+    grad: &Tensor,
+    weights: &Tensor,
+    x: &Tensor,
+    by: &Dispatch,
+) -> Result<Tensor> {
+    let grad = ops.grouped_matmul_input(grad, weights, by)?;
+    ops.swiglu_backward(x, &grad.f_narrow(0, 0, by.computed)?)
 }
 
 pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(
@@ -209,12 +254,10 @@ pub(super) fn shifted_back(grad: &Tensor, by: ConvShift, into: &Tensor) -> Resul
     Ok(())
 }
 
-/// The row of each token, `[N, D]`: from `x`; for tokens without an expert from `passed`, or zeros.
+/// The row of each token, `[N, D]`.
 pub(super) fn returned(
     operation: &'static str,
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
+    ExpertRows { x, by, passed, .. }: ExpertRows,
 ) -> Result<Tensor> {
     let [tokens, _] = by.listed(operation)?;
     let mut rows = x.f_index_select(0, &by.places)?;
@@ -228,12 +271,32 @@ pub(super) fn returned(
     Ok(rows)
 }
 
-pub(super) fn unpermute(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    beside: &Tensor,
-) -> Result<Tensor> {
-    check::unpermute(x, by, passed, beside)?;
-    Ok(returned("unpermute", x, by, passed)?.f_add(beside)?)
+pub(super) fn unpermute(rows: ExpertRows) -> Result<Tensor> {
+    check::unpermute(rows)?;
+    Ok(returned("unpermute", rows)?.f_add(rows.by_token)?)
+}
+
+pub(super) fn residual_norm_gathered<O: Ops + ?Sized>(
+    ops: &O,
+    branch: ExpertRows,
+    residual: &Tensor,
+    by: ResidualScaling,
+    weight: &Tensor,
+    eps: f64,
+) -> Result<[Tensor; 3]> {
+    ops.residual_norm(&ops.gather(branch)?, residual, by, weight, eps)
+}
+
+pub(super) fn residual_norm_gathered_backward<O: Ops + ?Sized>(
+    ops: &O,
+    branch: ExpertRows,
+    residual: &Tensor,
+    by: ResidualScaling,
+    norm: NormBack,
+    grad: &Tensor,
+) -> Result<(ResidualGrads, ParamGradient)> {
+    let gathered = ops.gather(branch)?;
+    let (found, weight) = ops.residual_norm_backward(&gathered, residual, by, norm, grad)?;
+    let [branch, gates] = ops.gather_backward(branch, &found.branch)?;
+    Ok((ResidualGrads { branch, gates: Some(gates), ..found }, weight))
 }

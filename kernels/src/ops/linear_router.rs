@@ -54,7 +54,7 @@ pub fn linear_router(
     let logits = ops.matmul(&x.f_to_kind(Kind::Float)?, &weights.f_tr()?)?;
     let [probabilities, choice, weight] = chosen(&logits, balance, by)?;
     let saved = LinearRouterSaved { probabilities, choice: choice.shallow_clone() };
-    Ok((Routes { choice, weight, state: None }, saved))
+    Ok((Routes { choice, weight, state: None, counts: None }, saved))
 }
 
 /// Backward of [`linear_router`], from the gradients of the weights of the choices, `[N k, 1]`.

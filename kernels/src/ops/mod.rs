@@ -8,16 +8,14 @@
 //! shapes      shapes of results alone, and the arithmetic that they take
 //! composed    operations composed of others and of libtorch's, for tables without their own; so is cross_entropy
 //! linear_attention   the recurrence, its features and its gate, likewise; so are linear_router and rotary
-//! operands    operands and results of operations       check   requirements on operands
+//! operands    operands and results of operations; so is experts       check   requirements on operands
 //! update      the tensors that a step updates, and the update in main memory
 //! ```
 //!
 //! A process chooses one table at its start ([`choose`]) and passes it to everything that computes; its name and
 //! version are part of the kernel table, since two tables round differently. A table supports every kind and layout
-//! that the method promises. An operand that does not fit is an error with its name, never a reason to compute in
-//! another way.
-//!
-//! Invariant: an operation is a function of its operands. Other computations and the choice of thread change no bit.
+//! that the method promises. An operand that does not fit is an error with its name. Invariant: an operation is a
+//! function of its operands. Other computations and the choice of thread change no bit.
 
 mod call;
 pub(crate) mod check;
@@ -25,6 +23,7 @@ mod composed;
 mod cpu;
 mod cross_entropy;
 mod device;
+mod experts;
 pub mod linear_attention;
 pub mod linear_router;
 mod operands;
@@ -46,13 +45,15 @@ use call::Call;
 pub(crate) use cpu::exp;
 pub use device::choice::{ANSWERS, ATTENTION, CHOICES, GROUPED, KernelChoice};
 pub(crate) use device::wide::multiplies as multiplies_wide;
+pub use experts::ExpertInput;
 pub use operands::{
     Attended, Attention, AttentionGrads, AttentionSpan, BandSums, ConvShift, ConvShiftGrads,
-    CrossEntropy, CrossEntropyGrads, Dispatch, ExpertGradient, KEY_BLOCK, NewtonSchulz,
-    NewtonSchulzIterate, NormBack, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads,
-    ResidualGrads, ResidualScaling, RouterGrads, RouterSaved, RouterWeights, Routes, UsedExperts,
+    CrossEntropy, CrossEntropyGrads, Dispatch, ExpertGradient, ExpertRows, HeadGrads, KEY_BLOCK,
+    NewtonSchulz, NewtonSchulzIterate, NormBack, ParamGradient, QueriesAndKeys, QueryKey,
+    QueryKeyGrads, ResidualGrads, ResidualScaling, RouterGrads, RouterSaved, RouterWeights, Routes,
+    UsedExperts,
 };
-pub use update::{AdamWStep, CHUNK, Update, UpdateRule};
+pub use update::{AdamWStep, CHUNK, Update, UpdateRule, chunks};
 
 /// The variable that requests another table than the device's default.
 pub const VARIABLE: &str = "ZTRAIN_OPS";
@@ -99,6 +100,17 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
         out: AttentionGrads,
     ) -> Result<()>;
+
+    /// The same where each key is that of a query's token: the gradients of queries and keys, and those of values in
+    /// their kind.
+    fn attention_backward_whole(
+        &self,
+        by: Attention,
+        saved: Vec<[Tensor; 2]>,
+        grad: &Tensor,
+    ) -> Result<(HeadGrads, Tensor)> {
+        composed::attention_backward_whole(self, by, saved, grad)
+    }
 
     /// Rows `tokens` of `table`, `[V, D]` float, with `bias` added; and the same times `scale`: `[N, D]`, f32.
     fn embedding(
@@ -153,9 +165,19 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// does not wait.
     fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch>;
 
+    /// [`Ops::dispatch`] of what a router chose.
+    fn dispatch_routes(&self, routes: &Routes, classes: i64) -> Result<Dispatch> {
+        self.dispatch(&routes.choice, classes)
+    }
+
     /// Rows of `x`, `[N, D]`, in expert order: `[P, D]`, zeros in padding.
     fn permute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
         composed::permute(x, by)
+    }
+
+    /// Rows of `x`, `[N, D]`, as operands of experts' matmuls.
+    fn expert_input(&self, x: &Tensor, by: &Dispatch) -> Result<ExpertInput> {
+        Ok(ExpertInput::Sorted(self.permute(x, by)?.f_narrow(0, 0, by.computed)?))
     }
 
     /// Each expert's rows times its weights, `[E, B, A]`: of `rows`, `[P, A]` or the first rows of such, `[P, B]` in
@@ -179,22 +201,38 @@ pub trait Ops: fmt::Debug + Send + Sync {
     fn grouped_matmul_weights(
         &self,
         grad: &Tensor,
-        rows: &Tensor,
+        rows: &ExpertInput,
         by: &Dispatch,
     ) -> Result<ParamGradient> {
-        Ok(composed::grouped_matmul_weights(self, grad, rows, by)?.into())
+        let rows = rows.sorted(self, by)?;
+        Ok(composed::grouped_matmul_weights(self, grad, &rows, by)?.into())
     }
 
-    /// Rows of `x`, `[P, D]` float, back in token order and without padding, plus `beside`, `[N, D]`: all in one kind.
-    /// A token without an expert gets its row of `passed`, `[P, D]`, or zeros, as its row of `x` is undefined.
-    fn unpermute(
+    /// [`Ops::grouped_matmul`] by the weights of gate and up, `[E, 2 I, D]`, and [`Ops::swiglu`] of its result: both
+    /// results, with their bits.
+    fn grouped_swiglu(
         &self,
+        rows: &ExpertInput,
+        weights: &Tensor,
+        by: &Dispatch,
+    ) -> Result<[Tensor; 2]> {
+        composed::grouped_swiglu(self, rows, weights, by)
+    }
+
+    /// [`Ops::grouped_matmul_input`] followed by [`Ops::swiglu_backward`] of `x`, with their bits.
+    fn grouped_swiglu_backward(
+        &self,
+        grad: &Tensor,
+        weights: &Tensor,
         x: &Tensor,
         by: &Dispatch,
-        passed: Option<&Tensor>,
-        beside: &Tensor,
     ) -> Result<Tensor> {
-        composed::unpermute(x, by, passed, beside)
+        composed::grouped_swiglu_backward(self, grad, weights, x, by)
+    }
+
+    /// Rows back in token order and without padding, each plus its token's: `[N, D]`, in their kind.
+    fn unpermute(&self, rows: ExpertRows) -> Result<Tensor> {
+        composed::unpermute(rows)
     }
 
     /// The loss of each label, `[N]` f32: nats, 0 for a token without a label.
@@ -207,8 +245,15 @@ pub trait Ops: fmt::Debug + Send + Sync {
         cross_entropy::cross_entropy_backward(self, by, divisor)
     }
 
-    /// `x * f * weight` with `f = 1 / sqrt(mean(x^2) + eps)` for each row of `x`, `[N, D]` f32; and `f`, `[N, 1]`.
-    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)>;
+    /// `x * f * weight` with `f = 1 / sqrt(mean(x^2) + eps)` for each row of `x`, `[N, D]` f32, in this kind; and `f`,
+    /// `[N, 1]`.
+    fn rms_norm(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f64,
+        kind: Kind,
+    ) -> Result<(Tensor, Tensor)>;
 
     /// Backward of [`Ops::rms_norm`], from the gradient of its output, float: the gradients of `x` and of `weight`.
     fn rms_norm_backward(
@@ -259,8 +304,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         eps: f64,
     ) -> Result<[Tensor; 3]> {
         let sum = self.residual(branch, residual, by)?;
-        let (out, factors) = self.rms_norm(&sum, weight, eps)?;
-        Ok([sum, out.f_to_kind(branch.kind())?, factors])
+        let (out, factors) = self.rms_norm(&sum, weight, eps, branch.kind())?;
+        Ok([sum, out, factors])
     }
 
     /// Backward of [`Ops::residual`], from the gradient of its output, f32.
@@ -272,6 +317,18 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<ResidualGrads>;
 
+    /// [`Ops::gather`] followed by [`Ops::residual_norm`], with their bits.
+    fn residual_norm_gathered(
+        &self,
+        branch: ExpertRows,
+        residual: &Tensor,
+        by: ResidualScaling,
+        weight: &Tensor,
+        eps: f64,
+    ) -> Result<[Tensor; 3]> {
+        composed::residual_norm_gathered(self, branch, residual, by, weight, eps)
+    }
+
     /// Backward of [`Ops::residual_norm`], from the gradient of the norm in its kind, with the bits of
     /// [`Ops::rms_norm_backward_beside`] followed by [`Ops::residual_backward`]: the gradients of the addition's
     /// operands, and that of the norm's weight.
@@ -281,13 +338,39 @@ pub trait Ops: fmt::Debug + Send + Sync {
         residual: &Tensor,
         by: ResidualScaling,
         norm: NormBack,
+        grad: &Tensor,
     ) -> Result<(ResidualGrads, ParamGradient)> {
-        let NormBack { x, factors, weight, grad, beside } = norm;
+        let NormBack { x, factors, weight, beside } = norm;
         let (sum, weight) = match beside {
             None => self.rms_norm_backward(x, factors, weight, grad)?,
             Some(beside) => self.rms_norm_backward_beside(x, factors, weight, grad, beside)?,
         };
         Ok((self.residual_backward(branch, residual, by, &sum)?, weight))
+    }
+
+    /// Backward of [`Ops::residual_norm_gathered`], with the bits of [`Ops::residual_norm_backward`] followed by
+    /// [`Ops::gather_backward`].
+    fn residual_norm_gathered_backward(
+        &self,
+        branch: ExpertRows,
+        residual: &Tensor,
+        by: ResidualScaling,
+        norm: NormBack,
+        grad: &Tensor,
+    ) -> Result<(ResidualGrads, ParamGradient)> {
+        composed::residual_norm_gathered_backward(self, branch, residual, by, norm, grad)
+    }
+
+    /// [`Ops::unpermute`] followed by [`Ops::residual_norm_backward`] from its output, with their bits.
+    fn residual_norm_unpermuted_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: ResidualScaling,
+        norm: NormBack,
+        grad: ExpertRows,
+    ) -> Result<(ResidualGrads, ParamGradient)> {
+        self.residual_norm_backward(branch, residual, by, norm, &self.unpermute(grad)?)
     }
 
     /// The depthwise convolution and the value shift over a token and the previous one, of `z`, `[N, W]` float: first G
@@ -318,14 +401,13 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// ```
     fn query_key(&self, z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys>;
 
-    /// Backward of [`Ops::query_key`], from the gradient of its output, f32, whose memory may be reused; the gradient
-    /// of `raw` is in this kind.
+    /// Backward of [`Ops::query_key`], from the gradient of its output; the gradient of `raw` is in this kind.
     fn query_key_backward(
         &self,
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: HeadGrads,
         kind: Kind,
     ) -> Result<QueryKeyGrads>;
 
@@ -335,28 +417,13 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// Backward of [`Ops::swiglu`], from the gradient of its output in the kind of `x`: the gradient of `x`.
     fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor>;
 
-    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, in the kind of `x`. A
-    /// token without an expert uses its row of `passed`, `[P, D]` in the kind of `x`, or zeros, as its row of `x` is
-    /// undefined.
-    fn gather(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-    ) -> Result<Tensor>;
+    /// The row of each token times its factor: `[N, D]`, in their kind.
+    fn gather(&self, rows: ExpertRows) -> Result<Tensor>;
 
     /// Backward of [`Ops::gather`], from the gradient of its output in its kind: the gradient of the rows, `[P, D]` in
-    /// the kind of `x`, of `x` and, for tokens without an expert, of `passed`, with zeros in padding; and that of
-    /// `weight`.
-    fn gather_backward(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 2]>;
+    /// their kind, of `x` and, for tokens without an expert, of `passed`, with zeros in padding; and that of
+    /// the factors.
+    fn gather_backward(&self, rows: ExpertRows, grad: &Tensor) -> Result<[Tensor; 2]>;
 
     /// Updates `weight` and its moments with `gradient`, all f32 of one shape.
     ///
@@ -460,17 +527,6 @@ impl PartialEq for dyn Ops {
     fn eq(&self, other: &Self) -> bool {
         self.name() == other.name()
     }
-}
-
-/// Splits a tensor, flattened, into chunks of `chunk` elements; the last one may be shorter.
-///
-/// # Errors
-/// If memory runs out.
-pub fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
-    let flat = tensor.f_reshape([-1])?;
-    let length = flat.size()[0];
-    let starts = (0..length).step_by(chunk as usize);
-    starts.map(|start| Ok(flat.f_narrow(0, start, chunk.min(length - start))?)).collect()
 }
 
 impl Eq for dyn Ops {}

@@ -2,7 +2,7 @@
 
 use std::cell::OnceCell;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::call::Call;
 use crate::{Error, Result};
@@ -23,8 +23,10 @@ pub struct ResidualScaling<'a> {
 /// Gradients of a residual addition.
 #[derive(Debug)]
 pub struct ResidualGrads {
-    /// Of the branch, `[N, D]`, in its kind.
+    /// Of the branch, in its kind: `[N, D]`, or `[P, D]` as by [`super::Ops::gather_backward`] if it has experts' rows.
     pub branch: Tensor,
+    /// Of what experts' rows were multiplied by, `[N, 1]`, f32.
+    pub gates: Option<Tensor>,
     /// Of the residual, `[N, D]`, f32.
     pub residual: Tensor,
     /// Of the vectors in the order of [`ResidualScaling`], `[D]` each.
@@ -40,6 +42,18 @@ pub enum ParamGradient {
     Banded(BandSums),
     /// Of a stack of experts: from a library, float, valid for experts with rows; the others' gradient is zero.
     Experts(ExpertGradient),
+}
+
+impl ParamGradient {
+    /// Memory of what it is computed from.
+    pub fn bytes(&self) -> usize {
+        let of = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        match self {
+            ParamGradient::Made(made) => of(made),
+            ParamGradient::Banded(banded) => banded.sums.iter().map(|sum| of(&sum.partial)).sum(),
+            ParamGradient::Experts(experts) => of(&experts.made),
+        }
+    }
 }
 
 impl From<Tensor> for ParamGradient {
@@ -68,10 +82,12 @@ pub struct BandSums {
 /// One of these sums over bands: times the factor, or plus the factor times the other one.
 #[derive(Debug)]
 pub(super) struct BandSum {
-    /// `[bands, width]`.
+    /// `[stack, bands, width]`.
     pub(super) partial: Tensor,
+    /// Which of the stack.
+    pub(super) which: i64,
     /// The other sum, likewise.
-    pub(super) other: Option<Tensor>,
+    pub(super) other: Option<i64>,
     /// `[width]`.
     pub(super) factor: Option<Tensor>,
 }
@@ -104,8 +120,6 @@ pub struct NormBack<'a> {
     pub factors: &'a Tensor,
     /// `[D]`.
     pub weight: &'a Tensor,
-    /// The gradient of the norm's output.
-    pub grad: &'a Tensor,
     /// The gradient of the sum that bypasses the norm, which is added.
     pub beside: Option<&'a Tensor>,
 }
@@ -259,6 +273,25 @@ pub struct AttentionGrads<'a> {
     pub value: &'a Tensor,
 }
 
+/// Gradients of all queries and keys of some tokens.
+#[derive(Debug)]
+pub enum HeadGrads {
+    /// `[H + K, N, d]`, f32; the memory may be reused.
+    Stacked(Tensor),
+    /// Of queries, `[H, N, d]`, and of keys, `[K, N, d]`, bf16.
+    Apart([Tensor; 2]),
+}
+
+impl HeadGrads {
+    /// `[H + K, N, d]`, f32.
+    pub fn stacked(self) -> Result<Tensor> {
+        match self {
+            HeadGrads::Stacked(all) => Ok(all),
+            HeadGrads::Apart(parts) => Ok(Tensor::f_cat(&parts, 0)?.f_to_kind(Kind::Float)?),
+        }
+    }
+}
+
 /// The token at each place, in the form that a table's own kernels need.
 #[derive(Debug)]
 pub(super) enum TokenOrder {
@@ -299,6 +332,20 @@ pub(super) enum ExpertRanges {
     Known(Vec<[i64; 3]>),
     /// `[E + 1]`, i32, on the device: end of the places of each class.
     There(Tensor),
+}
+
+/// The rows of experts, as they return to their tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertRows<'a> {
+    /// `[P, D]` float; undefined for a token without an expert.
+    pub x: &'a Tensor,
+    /// The place of each token.
+    pub by: &'a Dispatch,
+    /// For tokens without an expert, `[P, D]` in the kind of `x`; zeros if absent.
+    pub passed: Option<&'a Tensor>,
+    /// An operand of each token: the factor of its row, `[N, 1]` f32 (`gather`), or what is added to it, `[N, D]` in
+    /// the kind of `x` (`unpermute`).
+    pub by_token: &'a Tensor,
 }
 
 /// Which experts have tokens.
@@ -377,7 +424,7 @@ impl Dispatch {
 }
 
 /// The error for a value that another table made.
-fn foreign(operation: &'static str, operand: &'static str) -> Error {
+pub(super) fn foreign(operation: &'static str, operand: &'static str) -> Error {
     Call(operation).refuse(operand, "another table's".to_owned(), "its own".to_owned())
 }
 
@@ -418,6 +465,8 @@ pub struct Routes {
     pub weight: Tensor,
     /// `[N, R]`, f32: the state, for the router after this one; `None` where routers have no state.
     pub state: Option<Tensor>,
+    /// `[bands, C]`, i32: tokens of each class in a band of 32 tokens; `None` where no kernel counted them.
+    pub counts: Option<Tensor>,
 }
 
 /// Data for a router's backward pass.
@@ -426,39 +475,23 @@ pub struct RouterSaved {
     pub(super) before: Option<Tensor>,
     pub(super) state: Tensor,
     pub(super) factors: Tensor,
-    pub(super) inputs: HiddenInputs,
-    pub(super) first: Tensor,
-    pub(super) second: Tensor,
-    pub(super) second_out: Tensor,
+    pub(super) hidden: RouterHidden,
     pub(super) probabilities: Tensor,
     pub(super) choice: Tensor,
 }
 
-/// The inputs of both hidden layers of a router, f32, in the form that a table's backward pass needs.
+/// What is saved of a router's two hidden layers, f32, as a table's backward pass reads it.
 #[derive(Debug)]
-pub(super) enum HiddenInputs {
-    /// `[N, R]` each.
-    Apart([Tensor; 2]),
-    /// `[2, N, R]`: one matmul gives the gradients of both layers' weights.
-    Stacked(Tensor),
-}
-
-impl RouterSaved {
-    /// The inputs of the hidden layers, for a table whose `router` keeps them apart.
-    pub(super) fn apart(&self) -> Result<[&Tensor; 2]> {
-        match &self.inputs {
-            HiddenInputs::Apart(inputs) => Ok(inputs.each_ref()),
-            HiddenInputs::Stacked(_) => Err(foreign("router_backward", "saved")),
-        }
-    }
-
-    /// The same for a table that stacks them.
-    pub(super) fn stacked(&self) -> Result<&Tensor> {
-        match &self.inputs {
-            HiddenInputs::Stacked(inputs) => Ok(inputs),
-            HiddenInputs::Apart(_) => Err(foreign("router_backward", "saved")),
-        }
-    }
+pub(super) enum RouterHidden {
+    /// `[N, R]` each: what comes to the layers and to the logits, and what both GELUs are of.
+    All {
+        /// Of the first layer, of the second one, of the logits.
+        inputs: [Tensor; 3],
+        /// Of the first layer and of the second one, with their biases.
+        before: [Tensor; 2],
+    },
+    /// `[2, N, R]`: what both GELUs are of, without biases; the rest is computed again.
+    Before(Tensor),
 }
 
 /// Gradients of a router: named as [`RouterWeights`], f32.
@@ -469,15 +502,15 @@ pub struct RouterGrads {
     pub input: Tensor,
     /// Of the previous router's state, `[N, R]`, if there was one.
     pub before: Option<Tensor>,
-    pub down: Tensor,
+    pub down: ParamGradient,
     pub down_bias: ParamGradient,
     pub decay: Option<ParamGradient>,
     pub norm: ParamGradient,
-    pub fc1: Tensor,
+    pub fc1: ParamGradient,
     pub fc1_bias: ParamGradient,
-    pub fc2: Tensor,
+    pub fc2: ParamGradient,
     pub fc2_bias: ParamGradient,
-    pub out: Tensor,
+    pub out: ParamGradient,
 }
 
 /// Operands of a linear layer over the vocabulary and its cross-entropy, computed a few tokens at a time.

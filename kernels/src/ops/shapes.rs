@@ -8,9 +8,9 @@ use tch::{Device, Kind, Tensor};
 use super::operands::{ExpertRanges, TokenOrder};
 use super::{
     AdamWStep, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch,
-    NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, REFERENCE,
-    ResidualGrads, ResidualScaling, RouterGrads, RouterSaved, RouterWeights, Routes, check,
-    composed,
+    ExpertInput, ExpertRows, HeadGrads, NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey,
+    QueryKeyGrads, REFERENCE, ResidualGrads, ResidualScaling, RouterGrads, RouterSaved,
+    RouterWeights, Routes, check, composed,
 };
 use crate::shapes::{self, Work, note, note_matmul};
 use crate::{Error, Result};
@@ -179,15 +179,22 @@ impl Ops for Shapes {
     fn grouped_matmul_weights(
         &self,
         grad: &Tensor,
-        rows: &Tensor,
+        rows: &ExpertInput,
         by: &Dispatch,
     ) -> Result<ParamGradient> {
-        Ok(composed::grouped_matmul_weights(&ROUTED, grad, rows, by)?.into())
+        let rows = rows.sorted(self, by)?;
+        Ok(composed::grouped_matmul_weights(&ROUTED, grad, &rows, by)?.into())
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Tensor, _eps: f64) -> Result<(Tensor, Tensor)> {
+    fn rms_norm(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _eps: f64,
+        kind: Kind,
+    ) -> Result<(Tensor, Tensor)> {
         let [rows, width] = check::rms_norm(x, weight)?;
-        Ok((empty(&[rows, width])?, empty(&[rows, 1])?))
+        Ok((empty(&[rows, width])?.f_to_kind(kind)?, empty(&[rows, 1])?))
     }
 
     fn rms_norm_backward(
@@ -217,7 +224,12 @@ impl Ops for Shapes {
         let shape = check::residual_backward(branch, residual, by, grad)?;
         let (_branch, to_branch, residual) = (wide(branch)?, empty(&shape)?, empty(&shape)?);
         let scaling = vectors(shape[1])?;
-        Ok(ResidualGrads { branch: to_branch.f_to_kind(branch.kind())?, residual, scaling })
+        Ok(ResidualGrads {
+            branch: to_branch.f_to_kind(branch.kind())?,
+            gates: None,
+            residual,
+            scaling,
+        })
     }
 
     fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
@@ -255,9 +267,10 @@ impl Ops for Shapes {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: HeadGrads,
         kind: Kind,
     ) -> Result<QueryKeyGrads> {
+        let grad = grad.stacked()?;
         let (_, [heads, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
         Ok(QueryKeyGrads {
             means: empty(&[tokens, heads * width])?,
@@ -277,28 +290,15 @@ impl Ops for Shapes {
         Ok(x.f_empty_like()?)
     }
 
-    fn gather(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-    ) -> Result<Tensor> {
-        let _rows = wide(x)?;
-        Ok(empty(&check::gather(x, by, passed, weight)?)?.f_to_kind(x.kind())?)
+    fn gather(&self, rows: ExpertRows) -> Result<Tensor> {
+        let _rows = wide(rows.x)?;
+        Ok(empty(&check::gather(rows)?)?.f_to_kind(rows.x.kind())?)
     }
 
-    fn gather_backward(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
-        let [tokens, width] = check::gather_backward(x, by, passed, weight, grad)?;
-        let (_rows, _grad) = (wide(x)?, wide(grad)?);
-        Ok([empty(&[by.rows, width])?.f_to_kind(x.kind())?, empty(&[tokens, 1])?])
+    fn gather_backward(&self, rows: ExpertRows, grad: &Tensor) -> Result<[Tensor; 2]> {
+        let [tokens, width] = check::gather_backward(rows, grad)?;
+        let (_rows, _grad) = (wide(rows.x)?, wide(grad)?);
+        Ok([empty(&[rows.by.rows, width])?.f_to_kind(rows.x.kind())?, empty(&[tokens, 1])?])
     }
 
     fn adamw(

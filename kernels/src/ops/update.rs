@@ -121,3 +121,14 @@ fn chunk_of<O: Ops + ?Sized>(
     }
     Ok(words)
 }
+
+/// Splits a tensor, flattened, into chunks of `chunk` elements; the last one may be shorter.
+///
+/// # Errors
+/// If memory runs out.
+pub fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
+    let flat = tensor.f_reshape([-1])?;
+    let length = flat.size()[0];
+    let starts = (0..length).step_by(chunk as usize);
+    starts.map(|start| Ok(flat.f_narrow(0, start, chunk.min(length - start))?)).collect()
+}

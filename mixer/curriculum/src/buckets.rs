@@ -27,6 +27,9 @@ const POWER_MAX: u64 = 16;
 /// The default cap on the epochs of a bucket.
 const CAP: u64 = 7;
 
+/// From 2^53 on f64 does not hold every integer, so a value could be compared with another edge than the one written.
+const EDGE_MAX: f64 = 9_007_199_254_740_992.0;
+
 /// How a source is cut into buckets.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Buckets {
@@ -84,8 +87,8 @@ pub(super) struct BucketsText {
     /// The kept column that decides, as the corpus names it under `keep`.
     #[schemars(extend("digest" = "plan, run"))]
     column: String,
-    /// For numbers: where buckets meet, ascending. N edges make N + 1 buckets, from the lowest; an edge belongs to the
-    /// bucket above. Give `edges` or `values`.
+    /// For numbers: where buckets meet, ascending, below 2^53 in size. N edges make N + 1 buckets, from the lowest; an
+    /// edge belongs to the bucket above. Give `edges` or `values`.
     #[schemars(extend("digest" = "plan, run"))]
     edges: Option<Vec<f64>>,
     /// For text: the value of each bucket.
@@ -149,6 +152,11 @@ impl BucketsText {
                 if edges.is_empty() || !ascending || edges.iter().any(|edge| !edge.is_finite()) {
                     let fault = wrong("edges", "these edges do not divide numbers into ranges");
                     return Err(fault.wanted("ascending numbers, such as [0.2, 0.5, 0.8]"));
+                }
+                if let Some(edge) = edges.iter().find(|edge| edge.abs() >= EDGE_MAX) {
+                    let fault = wrong("edges", "an edge is too large to be compared exactly");
+                    let fault = fault.found(edge).wanted("numbers below 2^53 in size");
+                    return Err(fault.hint("keep the field in a larger unit, such as seconds"));
                 }
                 let own = (0..=edges.len()).map(|number| number.to_string()).collect();
                 (BucketRule::Edges(edges), own)

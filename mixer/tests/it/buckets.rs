@@ -80,6 +80,7 @@ fn wrong_keys_are_refused_with_their_place() {
     let cases = [
         ("edges = [0.2, 0.5]", "edges = [0.5, 0.5]", "c.toml:4", "ascending numbers"),
         ("edges = [0.2, 0.5]", "edges = []", "c.toml:4", "ascending numbers"),
+        ("edges = [0.2, 0.5]", "edges = [0.2, 9007199254740993]", "c.toml:4", "below 2^53"),
         ("edges = [0.2, 0.5], ", "", "c.toml:4", "`edges` for numbers, or `values`"),
         ("none = \"unknown\"", "none = \"1\"", "c.toml:4", "a name for each bucket"),
         ("none = \"unknown\"", "other = \"1\"", "c.toml:4", "only asked for with `values`"),

@@ -11,7 +11,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use storage::staging::Staging;
-use store::disk;
+use store::{disk, regular};
 use tch::{Kind, Tensor};
 
 use crate::refusal::refused;
@@ -133,7 +133,7 @@ pub(super) fn text(folder: &Path, name: &str, value: &Value) -> Result<()> {
 }
 
 fn sync(path: &Path) -> Result<()> {
-    File::open(path)
+    regular::open(path)
         .and_then(|file| file.sync_all())
         .map_err(|error| Fault::io("flush", path, &error))
 }
@@ -163,7 +163,7 @@ pub(super) fn parts(folder: &Path) -> Result<BTreeMap<String, Option<BTreeSet<St
             .at(folder.display().to_string())
             .wanted("model.safetensors, or model.safetensors.index.json and its parts"));
     }
-    let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let text = regular::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
     let damaged = |what: String| Fault::data(what).at(path.display().to_string());
     let index: Value = serde_json::from_str(&text)
         .map_err(|error| damaged(format!("the index cannot be read: {error}")))?;

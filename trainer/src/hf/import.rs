@@ -1,10 +1,10 @@
 //! Imports a Hugging Face folder as the initial weights of a run: every tensor must be there, and no other.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 use contract::{Fault, Result};
+use store::regular;
 use tch::Tensor;
 
 use super::config::{self, HfDescription, HfLayout};
@@ -30,13 +30,13 @@ pub struct HfImport {
 /// Reads the model in `source` and writes it to the folder `target`.
 pub fn import(source: &Path, target: &Path) -> Result<HfImport> {
     let path = source.join("config.json");
-    let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let text = regular::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
     let described = config::read(&text, &path.display().to_string())?;
     let found = tensors(source, &described)?;
     let HfDescription { config, layout, notes } = described;
     let (weights, balance) = assemble(source, &config, found)?;
     let tokenizer = source.join("tokenizer.json");
-    let tokenizer = tokenizer.exists().then(|| fs::read(&tokenizer)).transpose();
+    let tokenizer = tokenizer.exists().then(|| regular::read(&tokenizer)).transpose();
     let tokenizer =
         tokenizer.map_err(|error| Fault::io("read", &source.join("tokenizer.json"), &error))?;
     let routers = balance.iter().filter(|biases| !biases.is_empty());
@@ -52,7 +52,7 @@ fn tensors(source: &Path, described: &HfDescription) -> Result<BTreeMap<String, 
     let mut parts: BTreeMap<String, BTreeMap<usize, Tensor>> = BTreeMap::new();
     for (part, mut listed) in files::parts(source)? {
         let path = source.join(&part);
-        let bytes = fs::read(&path).map_err(|error| match error.kind() {
+        let bytes = regular::read(&path).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => Fault::data("a part of the model is missing")
                 .at(path.display().to_string())
                 .hint("the index names it: fetch the folder again"),

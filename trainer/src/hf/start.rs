@@ -10,7 +10,6 @@
 //! checkpoints.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Digestible as _, Fault, Hasher, Identity, Result};
@@ -87,7 +86,8 @@ impl InitialModel {
     }
 
     fn described(path: &Path, folder: &Path) -> Result<InitialModel> {
-        let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
+        let text =
+            regular::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
         let manifest: InitialManifest = serde_json::from_str(&text)
             .map_err(|error| damaged(path, &format!("its manifest cannot be read: {error}")))?;
         if manifest.format != FORMAT {
@@ -156,7 +156,7 @@ impl InitialModel {
             if !self.folder.exists() {
                 return Err(gone(&self.folder));
             }
-            let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+            let bytes = regular::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
             if bytes.len() as u64 != file.bytes || Digest::of_bytes(&bytes) != file.digest {
                 return Err(damaged(&path, "its bytes changed since it was written"));
             }
@@ -203,7 +203,7 @@ impl InitialModel {
                 .found(self.folder.display().to_string())
                 .hint("put the tokenizer.json of the model into its folder, and run `ztrain import` on it again"));
         }
-        let own = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let own = regular::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
         if Some(Identity::of_bytes(&own)) != self.manifest.tokenizer {
             return Err(damaged(&path, "its bytes changed since it was written"));
         }

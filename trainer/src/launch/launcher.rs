@@ -319,8 +319,9 @@ impl Launcher<'_> {
         }
         if let Some(slow) = slow {
             let (seconds, usual) = (slow.seconds, slow.usual);
-            let what =
-                format!("it computed {seconds:.3} s in a step, the median rank {usual:.3} s");
+            let what = format!(
+                "it computed {seconds:.3} s for a micro-batch, the median rank {usual:.3} s"
+            );
             self.apply_rules(Some(slow.rank), Cause::Straggler, &what);
         }
         Ok(())

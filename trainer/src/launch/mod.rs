@@ -25,4 +25,5 @@ mod watch;
 pub use ends::{first_words, last_words};
 pub use place::{LaunchedRank, place, spawned_us};
 pub use spawn::{Launch, meet, meet_without, rejoin, rendezvous, spawn, started_again};
+pub(crate) use supervisor::signal;
 pub use supervisor::{Supervisor, SupervisorLink};

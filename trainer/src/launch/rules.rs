@@ -175,7 +175,7 @@ impl FaultRule {
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct StragglerRule {
-    /// It computed this many times as long as the median rank.
+    /// It computed its micro-batches this many times as long as the median rank.
     pub times: f64,
     /// And longer by this many standard deviations over ranks, estimated from the median absolute deviation.
     pub score: f64,

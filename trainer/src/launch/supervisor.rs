@@ -386,7 +386,7 @@ fn succeeds(line: &str, stop: &AtomicBool) -> bool {
 }
 
 /// Sends a signal to the process group of a command. Does nothing if that has ended.
-fn signal(name: &str, child: &Child) {
+pub(crate) fn signal(name: &str, child: &Child) {
     let group = format!("-{}", child.id());
     let mut command = Command::new("kill");
     let command = command.args([&format!("-{name}"), "--", &group]).stderr(Stdio::null());

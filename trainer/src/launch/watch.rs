@@ -63,12 +63,15 @@ pub(super) fn behind(seen: &ProgressByRank) -> Option<u32> {
     (behind.next().is_none() && seen.len() > 1).then_some(first)
 }
 
-/// Detects a rank that computes longer than the others, step after step.
+/// The time of a micro-batch of one step, by rank; `None` for a rank that computed none.
+type TimeByRank = BTreeMap<u32, Option<Duration>>;
+
+/// Detects a rank that computes its micro-batches more slowly than the others, step after step.
 #[derive(Debug)]
 pub(super) struct StragglerDetector {
     slow: StragglerRule,
-    /// Seconds of each rank, for steps that not all ranks have finished.
-    steps: BTreeMap<u64, BTreeMap<u32, f64>>,
+    /// Steps that not all ranks have finished.
+    steps: BTreeMap<u64, TimeByRank>,
     /// The last step that was evaluated.
     checked: u64,
     /// For how many consecutive steps each rank has been slow.
@@ -79,7 +82,7 @@ pub(super) struct StragglerDetector {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Straggler {
     pub(super) rank: u32,
-    /// Its seconds in the last step, and those of the median rank.
+    /// The seconds of a micro-batch in the last step: its own, and those of the median rank.
     pub(super) seconds: f64,
     pub(super) usual: f64,
 }
@@ -96,7 +99,7 @@ impl StragglerDetector {
         for (rank, at) in seen {
             for (step, time) in at.iter().flat_map(|at| &at.computed) {
                 if *step > self.checked {
-                    self.steps.entry(*step).or_default().insert(*rank, time.as_secs_f64());
+                    self.steps.entry(*step).or_default().insert(*rank, *time);
                 }
             }
         }
@@ -110,22 +113,25 @@ impl StragglerDetector {
     }
 
     /// The first step with the times of all ranks.
-    fn complete(&self, seen: &ProgressByRank) -> Option<(u64, BTreeMap<u32, f64>)> {
-        let all = |times: &BTreeMap<u32, f64>| {
+    fn complete(&self, seen: &ProgressByRank) -> Option<(u64, TimeByRank)> {
+        let all = |times: &TimeByRank| {
             seen.len() > 1 && seen.iter().all(|(rank, _)| times.contains_key(rank))
         };
         let (step, times) = self.steps.iter().find(|(_, times)| all(times))?;
         Some((*step, times.clone()))
     }
 
-    fn find_straggler(&mut self, times: &BTreeMap<u32, f64>) -> Option<Straggler> {
+    fn find_straggler(&mut self, times: &TimeByRank) -> Option<Straggler> {
+        // A rank without micro-batches says nothing about the others.
+        let times: BTreeMap<u32, f64> =
+            times.iter().filter_map(|(rank, time)| Some((*rank, (*time)?.as_secs_f64()))).collect();
         // The lower one of two: half of the ranks are not slow.
         let usual = stats::median(times.values().copied()).unwrap_or_default();
         // A thousandth of the time is noise.
         let deviation = stats::spread(times.values().copied(), usual).max(1e-3 * usual);
         self.count.retain(|rank, _| times.contains_key(rank));
         let mut found = None;
-        for (rank, seconds) in times {
+        for (rank, seconds) in &times {
             let score = (seconds - usual) / deviation;
             let is_slow = *seconds > self.slow.times * usual && score > self.slow.score;
             let count = self.count.entry(*rank).or_default();
@@ -143,10 +149,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn at(exchanges: u64, step: u64, seconds: f64) -> Option<RankProgress> {
+    fn at(exchanges: u64, step: u64, seconds: Option<f64>) -> Option<RankProgress> {
         let mut begun = [0; 4];
         begun[0] = exchanges;
-        let computed = vec![(step, Duration::from_secs_f64(seconds))];
+        let computed = vec![(step, seconds.map(Duration::from_secs_f64))];
         let [exchange, place] = [String::new(), String::new()];
         Some(RankProgress { begun, computed, exchange, place })
     }
@@ -166,17 +172,19 @@ mod tests {
     proptest! {
         #[test]
         fn who_is_awaited_is_the_only_one_that_is_behind(begun in prop::collection::vec(0u64..4, 1..6)) {
-            let seen = (0..).zip(&begun).map(|(rank, begun)| (rank, at(*begun, 0, 0.0))).collect();
+            let seen = (0..).zip(&begun).map(|(rank, begun)| (rank, at(*begun, 0, None))).collect();
             let least = begun.iter().min().unwrap();
             let last: Vec<usize> = (0..begun.len()).filter(|at| begun[*at] == *least).collect();
             let alone = begun.len() > 1 && last.len() == 1;
             prop_assert_eq!(behind(&seen), alone.then(|| last[0] as u32));
         }
 
-        /// One rank is slow by a factor from some step on; the times of the others vary by a few percent.
+        /// One rank is slow by a factor from some step on; the times of the others vary by a few percent. Ranks without
+        /// micro-batches change nothing, and a rank that alone has some is no straggler.
         #[test]
         fn a_straggler_is_found_after_its_steps_and_nobody_else(
-            ranks in 2u32..9,
+            ranks in 1u32..9,
+            idle in 0u32..9,
             noise in prop::collection::vec(-0.03f64..0.03, 400),
             factor in 0.9f64..4.0,
             from in 0u64..10,
@@ -190,12 +198,14 @@ mod tests {
                     let base = 1.0 + noise[(step as u32 * 9 + rank) as usize];
                     if rank == 0 && step > from { base * factor } else { base }
                 };
-                let seen = (0..ranks).map(|rank| (rank, at(step, step, time(rank)))).collect();
+                let busy = (0..ranks).map(|rank| (rank, at(step, step, Some(time(rank)))));
+                let idle = (ranks..ranks + idle).map(|rank| (rank, at(step, step, None)));
+                let seen = busy.chain(idle).collect();
                 found.extend(stragglers.look(&seen).map(|one| (step, one.rank)));
                 // A step is evaluated only once.
                 prop_assert_eq!(stragglers.look(&seen), None);
             }
-            let wanted = (factor >= 2.0).then_some((from + steps as u64, 0));
+            let wanted = (factor >= 2.0 && ranks > 1).then_some((from + steps as u64, 0));
             prop_assert_eq!(found, wanted.into_iter().collect::<Vec<_>>());
         }
     }

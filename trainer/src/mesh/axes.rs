@@ -15,10 +15,12 @@
 //! gradients never wait for each other. A rank on a line of several computes one micro-batch at a time, so that the
 //! exchanges of its line have one order.
 
+use serde::{Deserialize, Serialize};
+
 use crate::model::Cut;
 
 /// How many ranks may share a micro-batch: upper limits, whatever the phase.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Degrees {
     /// Ranks, or groups of them, that share the sequences of a micro-batch.
     pub cp: u32,

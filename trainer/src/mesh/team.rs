@@ -5,6 +5,7 @@ use std::ops::Range;
 use contract::{Fault, Result};
 use kernels::group::Group;
 use loader::RankSlice;
+use serde::{Deserialize, Serialize};
 
 use super::axes::{Axis, Degrees, Mesh};
 use super::words::{Gathered, WordWriter};
@@ -13,7 +14,8 @@ use crate::refusal::lost;
 use crate::timing;
 
 /// How the micro-batches of a step are assigned and their gradients reduced: two schedules of the same sum.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum GradReduce {
     /// A rank has a run of micro-batches and adds whole subtrees before it sends anything: the fewest bytes.
     #[default]

@@ -4,14 +4,16 @@
 //! step --> queue (bounded) --> thread --> standard input of `sh -c PROGRAM`
 //!                                 ^
 //!              ledger of the run -+  steps not sent yet: those of an earlier process, or dropped by the queue
+//!              its events --------+  validations and scores of tasks, behind their steps
 //! ```
 //!
 //! Training never waits for the program: the queue drops lines that do not fit, and the thread reads those steps from
-//! the ledger. `metrics-exec.json` has the last step sent, so a run that continues sends each step once.
+//! the ledger. `metrics-exec.json` has the last step sent and how much of the events was, so a run that continues sends
+//! all once.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -23,9 +25,13 @@ use std::time::Duration;
 
 use contract::{Fault, Result, note};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use store::disk::write_atomic;
+use store::regular;
 
+use super::{between, line};
 use crate::folder::RunFolder;
+use crate::launch::signal;
 use crate::ledger::{Ledger, StepRecord};
 
 /// The maximum size of queued lines in bytes.
@@ -45,24 +51,30 @@ pub(crate) struct MetricsFeed {
 }
 
 /// The file with the progress of a program.
-#[derive(Clone, Copy, Default, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct FeedMark {
+    /// The last step that was sent.
     step: u64,
+    /// Bytes of the events that were read, up to the end of a line: those of validations and tasks were sent.
+    events: u64,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<Queue>,
     changed: Condvar,
+    /// The program, until it has ended.
     program: Mutex<Option<Child>>,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
-    lines: VecDeque<(Option<u64>, String)>,
+    lines: VecDeque<(u64, String)>,
     bytes: usize,
     /// The last recorded step.
     last: u64,
+    /// Whether there are new validations or scores of tasks.
+    between: bool,
     ending: bool,
 }
 
@@ -76,7 +88,7 @@ impl MetricsFeed {
         curves: impl Fn(&StepRecord) -> String + Send + 'static,
     ) -> Result<MetricsFeed> {
         let shared = Arc::new(Shared::default());
-        shared.lock().last = last;
+        (shared.lock().last, shared.lock().between) = (last, true);
         let (done, ended) = channel();
         let mut sender = Sender {
             command: command.to_owned(),
@@ -85,10 +97,10 @@ impl MetricsFeed {
             shared: Arc::clone(&shared),
             curves: Box::new(curves),
             input: None,
-            sent: 0,
-            before: 0,
+            sent: FeedMark::default(),
+            before: FeedMark::default(),
         };
-        sender.sent = sender.marked()?;
+        sender.sent = sender.marked(last)?;
         sender.start()?;
         let work = move || {
             sender.run();
@@ -102,21 +114,18 @@ impl MetricsFeed {
 
     /// Queues the line of a new step, or drops it if the program is far behind; the ledger has it.
     pub(crate) fn step(&self, step: u64, line: String) {
-        self.put(Some(step), line);
-    }
-
-    /// Queues a line that belongs to no new step, or drops it if the queue is full.
-    pub(crate) fn line(&self, line: String) {
-        self.put(None, line);
-    }
-
-    fn put(&self, step: Option<u64>, line: String) {
         let mut queue = self.shared.lock();
-        queue.last = step.unwrap_or(queue.last);
+        queue.last = step;
         if queue.bytes + line.len() <= WAITING {
             queue.bytes += line.len();
             queue.lines.push_back((step, line));
         }
+        self.shared.changed.notify_one();
+    }
+
+    /// Says that the events have a new validation or new scores of tasks.
+    pub(crate) fn between(&self) {
+        self.shared.lock().between = true;
         self.shared.changed.notify_one();
     }
 }
@@ -133,7 +142,9 @@ impl Drop for MetricsFeed {
                  rest when it is resumed",
                 PATIENCE.as_secs()
             );
-            let _ = self.shared.program().as_mut().map(Child::kill);
+            if let Some(program) = &*self.shared.program() {
+                signal("KILL", program);
+            }
             let _ = ended.recv_timeout(PAUSE);
         }
     }
@@ -151,12 +162,15 @@ impl Shared {
     /// Waits until the program has ended. The lock is free meanwhile, so that it can be killed.
     fn ended(&self) -> Option<ExitStatus> {
         loop {
-            let ended = self.program().as_mut().map(Child::try_wait);
-            match ended {
-                Some(Ok(None)) => thread::sleep(Duration::from_millis(20)),
-                Some(Ok(status)) => return status,
-                Some(Err(_)) | None => return None,
+            let mut program = self.program();
+            match program.as_mut()?.try_wait() {
+                Ok(None) => drop(program),
+                ended => {
+                    *program = None;
+                    return ended.ok().flatten();
+                }
             }
+            thread::sleep(Duration::from_millis(20));
         }
     }
 }
@@ -169,26 +183,41 @@ struct Sender {
     shared: Arc<Shared>,
     curves: Box<dyn Fn(&StepRecord) -> String + Send>,
     input: Option<ChildStdin>,
-    /// The last step that was sent.
-    sent: u64,
+    sent: FeedMark,
     /// The value of `sent` when this program was started, to resume from if it fails.
-    before: u64,
+    before: FeedMark,
 }
 
 impl Sender {
-    fn marked(&self) -> Result<u64> {
-        let text = match std::fs::read(&self.mark) {
+    /// The progress of earlier programs, at most step `last`.
+    fn marked(&self, last: u64) -> Result<FeedMark> {
+        let text = match regular::read(&self.mark) {
             Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(FeedMark::default()),
             Err(error) => return Err(Fault::io("read", &self.mark, &error)),
         };
         let mark: FeedMark = serde_json::from_slice(&text).map_err(|error| {
             Fault::data(format!("not a mark of --metrics-exec: {error}"))
                 .at(self.mark.display().to_string())
-                .wanted("{\"step\": N}, the last step that was sent")
+                .wanted("{\"step\": N, \"events\": BYTES}, what was sent")
                 .hint("remove it, and every step of the run is sent again")
         })?;
-        Ok(mark.step)
+        let events = regular::size(&RunFolder::new(&self.root).events()).unwrap_or(0);
+        let within = FeedMark {
+            step: mark.step.min(last),
+            events: if mark.events > events { 0 } else { mark.events },
+        };
+        if within != mark {
+            note!(
+                "warning: {} is of step {} and {} bytes of events, of which the run has {last} and {events}; what follows \
+                 step {} is sent",
+                self.mark.display(),
+                mark.step,
+                mark.events,
+                within.step
+            );
+        }
+        Ok(within)
     }
 
     /// Starts the program. Its output is sent to standard error, since ours is on standard output. Ctrl-C does not
@@ -213,7 +242,8 @@ impl Sender {
             let (lines, last, ending) = self.wait();
             let sent = self.send(lines, last);
             if let Err(why) = &sent {
-                self.reap(&why.to_string());
+                self.input = None;
+                self.reap(&why.to_string(), self.shared.ended());
             }
             if ending {
                 break;
@@ -227,55 +257,111 @@ impl Sender {
         }
         // Closing its input tells the program that the run has ended.
         self.input = None;
-        if self.shared.ended().is_some_and(|status| !status.success()) {
-            self.reap("the program of --metrics-exec has failed");
+        if let Some(status) = self.shared.ended().filter(|status| !status.success()) {
+            self.reap("the program of --metrics-exec has failed", Some(status));
         }
     }
 
     /// Waits for something to send, and returns it.
-    fn wait(&self) -> (VecDeque<(Option<u64>, String)>, u64, bool) {
+    fn wait(&self) -> (VecDeque<(u64, String)>, u64, bool) {
         let mut queue = self.shared.lock();
-        while queue.lines.is_empty() && queue.last <= self.sent && !queue.ending {
+        let nothing = |queue: &Queue| {
+            queue.lines.is_empty()
+                && queue.last <= self.sent.step
+                && !queue.between
+                && !queue.ending
+        };
+        while nothing(&queue) {
             queue = self.shared.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
-        queue.bytes = 0;
+        (queue.bytes, queue.between) = (0, false);
         (std::mem::take(&mut queue.lines), queue.last, queue.ending)
     }
 
-    /// Sends lines, and steps missing between them, up to step `last`.
-    fn send(&mut self, lines: VecDeque<(Option<u64>, String)>, last: u64) -> Result<()> {
+    /// Sends lines, and steps missing between them, up to step `last`; behind each step what follows it.
+    fn send(&mut self, lines: VecDeque<(u64, String)>, last: u64) -> Result<()> {
         let before = self.sent;
-        let sent = lines
-            .into_iter()
-            .try_for_each(|(step, line)| match step {
-                None => self.write(&line),
-                Some(step) if step <= self.sent => Ok(()),
-                Some(step) => {
-                    self.missing(step - 1)?;
-                    self.write(&line)?;
-                    self.sent = step;
-                    Ok(())
-                }
+        let (mut events, read) = self.events(last)?;
+        let sent = self
+            .follow(&mut events)
+            .and_then(|()| {
+                lines.into_iter().filter(|(step, _)| *step > before.step).try_for_each(
+                    |(step, line)| {
+                        self.missing(step - 1, &mut events)?;
+                        self.send_step(step, &line, &mut events)
+                    },
+                )
             })
-            .and_then(|()| self.missing(last));
-        if self.sent > before {
+            .and_then(|()| self.missing(last, &mut events));
+        if sent.is_ok() {
+            self.sent.events = read;
+        }
+        if self.sent != before {
             self.put_mark()?;
         }
         sent
     }
 
     /// Sends the steps up to `until` that were not sent yet, from the ledger.
-    fn missing(&mut self, until: u64) -> Result<()> {
-        if self.sent >= until {
+    fn missing(&mut self, until: u64, events: &mut BTreeMap<u64, Vec<String>>) -> Result<()> {
+        if self.sent.step >= until {
             return Ok(());
         }
         let ledger = Ledger::read(&RunFolder::new(&self.root).ledger())?;
-        for step in self.sent + 1..=until.min(ledger.last_step()) {
+        for step in self.sent.step + 1..=until.min(ledger.last_step()) {
             let line = (self.curves)(&ledger.record(step)?);
-            self.write(&line)?;
-            self.sent = step;
+            self.send_step(step, &line, events)?;
         }
         Ok(())
+    }
+
+    fn send_step(
+        &mut self,
+        step: u64,
+        line: &str,
+        events: &mut BTreeMap<u64, Vec<String>>,
+    ) -> Result<()> {
+        self.write(line)?;
+        self.sent.step = step;
+        self.follow(events)
+    }
+
+    /// Sends what follows steps that were sent.
+    fn follow(&mut self, events: &mut BTreeMap<u64, Vec<String>>) -> Result<()> {
+        let later = events.split_off(&(self.sent.step + 1));
+        let due = std::mem::replace(events, later);
+        due.into_values().flatten().try_for_each(|line| self.write(&line))
+    }
+
+    /// The lines of validations and tasks that were not sent, by step, and where they end in the events. One that
+    /// follows a step after `last` waits for it, with all behind it.
+    fn events(&self, last: u64) -> Result<(BTreeMap<u64, Vec<String>>, u64)> {
+        let path = RunFolder::new(&self.root).events();
+        let read = || -> io::Result<Vec<u8>> {
+            let (mut bytes, mut file) = (Vec::new(), regular::open(&path)?);
+            file.seek(SeekFrom::Start(self.sent.events))?;
+            file.read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        let bytes = match read() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            found => found.map_err(|error| Fault::io("read", &path, &error))?,
+        };
+        let (mut found, mut read) = (BTreeMap::<_, Vec<_>>::new(), self.sent.events);
+        for text in
+            bytes.split_inclusive(|byte| *byte == b'\n').filter(|text| text.ends_with(b"\n"))
+        {
+            let event: Value = serde_json::from_slice(text).unwrap_or_default();
+            let name = event["event"].as_str().unwrap_or_default();
+            if let (Some(step), Some(values)) = (event["step"].as_u64(), between(name, &event)) {
+                if step > last {
+                    break;
+                }
+                found.entry(step).or_default().push(line(step, &values));
+            }
+            read += text.len() as u64;
+        }
+        Ok((found, read))
     }
 
     fn write(&mut self, line: &str) -> Result<()> {
@@ -285,20 +371,21 @@ impl Sender {
     }
 
     fn put_mark(&self) -> Result<()> {
-        write_atomic(&self.mark, json(&FeedMark { step: self.sent }).as_bytes()).map(drop)
+        write_atomic(&self.mark, json(&self.sent).as_bytes()).map(drop)
     }
 
     /// Cleans up after a program that ended, and warns. How much a failed program has read is unknown, so the next one
     /// gets all steps since the failed one was started.
-    fn reap(&mut self, why: &str) {
-        self.input = None;
-        let status = self.shared.ended();
+    fn reap(&mut self, why: &str, status: Option<ExitStatus>) {
         if !status.is_some_and(|status| status.success()) {
             self.sent = self.before;
         }
         let marked = self.put_mark();
         let how = status.map_or_else(String::new, |status| format!(" ({status})"));
-        note!("warning: {why}{how}; the steps after step {} are sent to the next one", self.sent);
+        note!(
+            "warning: {why}{how}; the steps after step {} are sent to the next one",
+            self.sent.step
+        );
         if let Err(fault) = marked {
             note!("warning: {fault}");
         }
@@ -308,4 +395,39 @@ impl Sender {
 /// A line of JSON.
 pub(super) fn json(value: &impl Serialize) -> String {
     serde_json::to_string(value).unwrap_or_default() + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The run may write a step and its validation after the queue was looked at.
+    #[test]
+    fn a_validation_of_a_later_step_waits_for_it() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let event = |step: u64| {
+            format!("{{\"event\":\"validation\",\"step\":{step},\"all\":{{\"loss\":{step}.5}}}}\n")
+        };
+        let step = "{\"event\":\"step\",\"step\":4}\n";
+        let text = [&event(3), step, &event(4), "{\"event\":\"val"].concat();
+        std::fs::write(folder.path().join("events.jsonl"), &text).unwrap();
+        let mut sender = Sender {
+            command: String::new(),
+            root: folder.path().to_owned(),
+            mark: folder.path().join("metrics-exec.json"),
+            shared: Arc::new(Shared::default()),
+            curves: Box::new(|_| String::new()),
+            input: None,
+            sent: FeedMark::default(),
+            before: FeedMark::default(),
+        };
+        let (found, read) = sender.events(3).unwrap();
+        assert_eq!(found.keys().collect::<Vec<_>>(), [&3]);
+        assert_eq!(read as usize, event(3).len() + step.len());
+        sender.sent.events = read;
+        let (found, read) = sender.events(4).unwrap();
+        assert_eq!(found.keys().collect::<Vec<_>>(), [&4]);
+        // An incomplete line is read when it is complete.
+        assert_eq!(read as usize, text.len() - "{\"event\":\"val".len());
+    }
 }

@@ -2,7 +2,7 @@
 //! under the same names. All values except speeds are in the ledger or follow from it; a run never reads them.
 //!
 //! ```text
-//! loss/all   loss/NAME                     mean loss of a label, over the step and by source
+//! total/loss   loss/NAME                   mean loss of a label, over the step and by source
 //! head/z_loss                              mean z-loss of a label, where `z_loss` is not 0
 //! optimizer/gradient_norm   optimizer/lr   before clipping; the rate applied
 //! gradient_norm/LAYER   update_norm/LAYER  of the embedding, each layer and the final norm
@@ -15,10 +15,13 @@
 //! speed/tflops                             operations that the model defines, in units of 10^12 a second, of one rank
 //! speed/mfu                                the same as a share of what its device can do, where that is known
 //! speed/memory                             bytes that the process of rank 0 holds
-//! validation/all   validation/NAME         mean loss of a label on held-out text
+//! total/validation   validation/NAME       mean loss of a label on held-out text
 //! accuracy/TASK   accuracy_norm/TASK       share of right examples of a task, and with scores by character
 //! log_likelihood/TASK                      mean log-likelihood of a right answer
 //! ```
+//!
+//! Totals have a group of their own: a source may have any name, and MLflow's files cannot have both `loss` and
+//! `loss/NAME`.
 
 mod feed;
 mod peak;
@@ -30,14 +33,12 @@ use std::time::{Duration, Instant};
 
 use contract::Result;
 use curriculum::Dtype;
-use serde_json::json;
+use serde_json::{Value, json};
 use store::disk;
 
-use crate::evaluate::TaskScore;
 use crate::ledger::{self, StepRecord, StepSummaryFields};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
-use crate::validate::SourceLoss;
 pub(crate) use feed::MetricsFeed;
 use tensorboard::Writer;
 
@@ -134,24 +135,34 @@ impl Metrics {
         self.feed = Some(feed);
     }
 
-    /// Writes the validation losses after `step`.
-    pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) -> Result<()> {
-        let named = sources.iter().map(|one| (format!("validation/{}", one.source), one.mean()));
-        let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());
-        self.between(step, &named.chain([all]).collect::<Vec<_>>())
-    }
-
-    /// Writes the scores of tasks after `step`.
-    pub fn evaluation(&mut self, step: u64, scores: &[TaskScore]) -> Result<()> {
-        self.between(step, &scores.iter().flat_map(TaskScore::curves).collect::<Vec<_>>())
-    }
-
-    /// Writes what is computed between two steps.
-    fn between(&mut self, step: u64, values: &[(String, f64)]) -> Result<()> {
+    /// Writes the curves of an event between two steps, and has them sent; the run's folder has the event.
+    pub(crate) fn between(&mut self, step: u64, event: &str, fields: &Value) -> Result<()> {
         if let Some(feed) = &self.feed {
-            feed.line(line(step, values));
+            feed.between();
         }
-        self.writer.scalars(step, values)
+        self.writer.scalars(step, &between(event, fields).unwrap_or_default())
+    }
+}
+
+/// The curves of a validation or of scores of tasks, as an event has them; `None` for any other event.
+pub fn between(event: &str, fields: &Value) -> Option<Vec<(String, f64)>> {
+    let each = |field: &str| fields[field].as_object().into_iter().flatten();
+    let loss = |of: &Value| of["loss"].as_f64();
+    match event {
+        "validation" => {
+            let all = ("total/validation".to_owned(), loss(&fields["all"])?);
+            let named = each("sources")
+                .filter_map(|(name, of)| Some((format!("validation/{name}"), loss(of)?)));
+            Some(named.chain([all]).collect())
+        }
+        "evaluation" => {
+            let curves = each("tasks").flat_map(|(task, scores)| {
+                let curve = move |name| Some((format!("{name}/{task}"), scores[name].as_f64()?));
+                ["accuracy", "accuracy_norm", "log_likelihood"].into_iter().filter_map(curve)
+            });
+            Some(curves.collect())
+        }
+        _ => None,
     }
 }
 
@@ -248,7 +259,7 @@ pub fn curves(
     speed: Option<&StepSpeed>,
 ) -> Vec<(String, f64)> {
     let mut values = vec![
-        ("loss/all".to_owned(), seen.loss),
+        ("total/loss".to_owned(), seen.loss),
         ("optimizer/gradient_norm".to_owned(), seen.norm()),
         ("optimizer/lr".to_owned(), seen.lr()),
     ];

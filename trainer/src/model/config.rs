@@ -120,8 +120,8 @@ pub struct ZayaConfig {
     /// Tokens whose keys a query of a sliding layer sees, its own included; earlier ones of its document are hidden.
     /// 0: no layer slides.
     pub sliding_window: i64,
-    /// Which layers slide, likewise a list that repeats; linear attention has no window. Not written: all, if there is
-    /// a `sliding_window`.
+    /// Which layers slide, likewise a list that repeats. Not written: all but those of linear attention, which has no
+    /// window, if there is a `sliding_window`.
     pub layer_types: Vec<LayerType>,
     /// `rope_theta` of the layers that slide; 0: the same.
     pub sliding_rope_theta: f64,
@@ -222,7 +222,7 @@ impl ZayaConfig {
             config.loss_chunk = loss_chunk(config.vocab_size);
         }
         if config.sliding_window > 0 && !fields.contains_key("layer_types") {
-            config.layer_types = vec![LayerType::Sliding];
+            config.layer_types = window::all_sliding(&config.layers);
         }
         config.validate(&place)?;
         Ok(config)
@@ -356,7 +356,7 @@ impl ZayaConfig {
                     name,
                     place(name),
                     found,
-                    &format!("{wanted}, the only value of ZAYA1"),
+                    &format!("{wanted}, the only value so far"),
                 ));
             }
         }

@@ -16,13 +16,13 @@
 use contract::{Fault, Result};
 use kernels::device;
 use kernels::ops::AttentionSpan;
+use kernels::ops::rotary::angles;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
 use super::grid::{ChunkGrid, REACH};
 use super::input::DeviceMicroBatch;
 use super::line::{Assignment, AxisComm, PendingTable, Rows, Table};
-use super::rotary::Rotary;
 use super::visible::{ByWindow, EarlierKeys, KeyPart, SeenKeys, Visibility};
 use crate::refusal::refused;
 
@@ -72,7 +72,7 @@ pub(super) struct Chunk {
     pub(super) spans: Vec<AttentionSpan>,
     keys: ByWindow<SeenKeys>,
     /// With a window, frequencies may have another base.
-    rotary: ByWindow<Rotary>,
+    rotary: ByWindow<[Tensor; 2]>,
     /// Which adjacent rows of other chunks it reads; `None` where there is one chunk.
     others: Option<RemoteRows>,
     /// Indices of the first rows of documents in [`Chunk::around`], i64.
@@ -260,7 +260,7 @@ impl Chunk {
             mask: input.mask.shallow_clone(),
             spans: input.spans.clone(),
             keys: ByWindow { full: SeenKeys::whole(input.spans.clone()), sliding: None },
-            rotary: rotary_of(config, &input.positions)?,
+            rotary: rotary_of(config, &input.positions, input)?,
             others: None,
             starts: input.starts.shallow_clone(),
         })
@@ -304,7 +304,7 @@ impl Chunk {
             mask: select(&input.mask)?,
             spans,
             keys: ByWindow { full: keys(&earlier.full)?, sliding },
-            rotary: rotary_of(config, &select(&input.positions)?)?,
+            rotary: rotary_of(config, &select(&input.positions)?, input)?,
             others: Some(RemoteRows { around: on_device(&around)?, own: on_device(&computed)? }),
             starts: on_device(&starts)?,
         })
@@ -312,7 +312,7 @@ impl Chunk {
 
     /// Cosines and sines of the rotary angles of its tokens, `[n, half]`, in layers with a window or without.
     pub(super) fn angles(&self, window: Option<i64>) -> [&Tensor; 2] {
-        self.rotary.of(window).angles()
+        self.rotary.of(window).each_ref()
     }
 
     /// The keys that its queries see in layers with this window.
@@ -353,9 +353,14 @@ impl Chunk {
     }
 }
 
-/// Rotary angles at `positions`.
-fn rotary_of(config: &ZayaConfig, positions: &Tensor) -> kernels::Result<ByWindow<Rotary>> {
-    let of = |theta| Rotary::new(config.rotary_dim(), theta, positions);
+/// Cosines and sines of the rotary angles at some of the positions of `input`.
+fn rotary_of(
+    config: &ZayaConfig,
+    positions: &Tensor,
+    input: &DeviceMicroBatch,
+) -> kernels::Result<ByWindow<[Tensor; 2]>> {
+    let length = input.tokens.size()[0] / input.rows;
+    let of = |theta| angles(positions, length, config.rotary_dim(), theta);
     let [full, sliding] = [false, true].map(|slides| config.theta(slides));
     let sliding = (sliding != full).then(|| of(sliding)).transpose()?;
     Ok(ByWindow { full: of(full)?, sliding })

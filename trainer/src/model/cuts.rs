@@ -180,7 +180,8 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
             neutral: None,
             kind: Kind::Float,
         };
-        layer.forward(&pass, std::slice::from_ref(&x), None).unwrap().out.pop().unwrap()
+        let made = layer.forward(&pass, std::slice::from_ref(&x), None).unwrap();
+        made.out[0].gathered(CPU).unwrap()
     };
     let half = config.query_size() / 2;
     let shut = |first: i64| {

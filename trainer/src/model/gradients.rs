@@ -52,9 +52,13 @@ impl GradientSink for CollectedGradients {
     }
 }
 
-/// Largest gradient on a device, in elements, that waits for the end of its layer to be added together with others. A
+/// Largest gradient on a device, in elements, that waits for the end of a layer to be added together with others. A
 /// larger one is worth a separate launch, and its memory should be released early.
 const SMALL: usize = 1 << 20;
+
+/// Bytes of gradients that wait for later layers to be added together with theirs: less than the backward pass of a
+/// layer frees.
+const MANY: usize = 1 << 27;
 
 /// Adds the gradients of the local chunks; passes each parameter's sum to the sink after its last chunk.
 pub(super) struct Gradients<'a> {
@@ -65,7 +69,7 @@ pub(super) struct Gradients<'a> {
     waiting: BTreeMap<Key, PartialSum>,
     /// First terms that wait for second ones, where all chunks are local.
     first: FirstTerms,
-    /// Gradients to be added at the end of the layer.
+    /// Gradients to be added at the end of a layer.
     begun: Vec<PendingGradient>,
 }
 
@@ -163,7 +167,15 @@ impl<'a> Gradients<'a> {
         ChunkGradients { all: self, chunk }
     }
 
-    /// Adds the pending gradients, all at once, and passes them on: called at the end of a layer.
+    /// At the end of a layer, the same if the pending gradients take much memory.
+    pub(super) fn settle_many(&mut self, ops: OpsTable) -> Result<()> {
+        match self.begun.iter().map(|one| one.gradient.bytes()).sum::<usize>() {
+            0..MANY => Ok(()),
+            _ => self.settle(ops),
+        }
+    }
+
+    /// Adds the pending gradients, all at once, and passes them on.
     pub(super) fn settle(&mut self, ops: OpsTable) -> Result<()> {
         let begun = std::mem::take(&mut self.begun).into_iter();
         let (places, gradients): (Vec<_>, Vec<_>) =
@@ -214,7 +226,7 @@ impl<'a> Gradients<'a> {
     }
 
     /// With a single chunk, passes the gradient on at once, as it is. With several, f32 sums: in main memory at once;
-    /// on a device together with others at the end of the layer, except for large ones that are f32 already.
+    /// on a device together with others at the end of a layer, except for large ones that are f32 already.
     fn take(&mut self, begun: PendingGradient) -> Result<()> {
         let PendingGradient { id, term, chunk, gradient, used } = begun;
         let gradient = match gradient {

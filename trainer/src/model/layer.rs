@@ -4,9 +4,10 @@
 //! [`super::layers`] that constructs it, and what it costs in [`crate::costs`].
 
 use std::any::Any;
+use std::rc::Rc;
 
 use contract::{Fault, Result};
-use kernels::ops::OpsTable;
+use kernels::ops::{Dispatch, ExpertRows, OpsTable};
 use tch::{Device, Kind, Tensor};
 
 use super::cut::Chunks;
@@ -50,7 +51,7 @@ impl Pass<'_> {
         input: &DeviceMicroBatch,
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
-        let _guard = tch::no_grad_guard();
+        let _guard = kernels::layout::WithoutGradients::begin().map_err(refused)?;
         let MicroBatchOptions { ops, cut, .. } = options;
         let chunks = &Chunks::new(config, input, cut.chunks, line)?;
         // The embedding, which is declared first.
@@ -115,10 +116,68 @@ fn neutral(config: &ZayaConfig, device: Device) -> kernels::Result<[Tensor; 2]> 
     Ok([Tensor::f_ones(size, options)?, Tensor::f_zeros(size, options)?])
 }
 
+/// Rows of a chunk between a layer and the norm next to it: `[n, D]`, in [`Pass::kind`].
+pub(super) enum Rows {
+    /// In the order of tokens.
+    Whole(Tensor),
+    /// In the order of experts. What reads them brings them back, so that they are not written once more.
+    Routed(Rc<RoutedRows>),
+}
+
+/// Rows in the order of experts.
+#[derive(Debug)]
+pub(super) struct RoutedRows {
+    pub(super) x: Tensor,
+    pub(super) order: Rc<Dispatch>,
+    /// Those of skipped tokens, where these contribute anything.
+    pub(super) passed: Option<Tensor>,
+    /// Of a layer's output: the factor of each row, `[n, 1]`, f32. Of a gradient: what is added to it, `[n, D]`.
+    pub(super) by_token: Tensor,
+}
+
+impl RoutedRows {
+    /// The operands of an operation.
+    pub(super) fn operands(&self) -> ExpertRows<'_> {
+        let RoutedRows { x, order, passed, by_token } = self;
+        ExpertRows { x, by: order, passed: passed.as_ref(), by_token }
+    }
+}
+
+impl Rows {
+    /// Those of all chunks.
+    pub(super) fn whole(all: Vec<Tensor>) -> Vec<Rows> {
+        all.into_iter().map(Rows::Whole).collect()
+    }
+
+    /// A layer's output in the order of tokens.
+    pub(super) fn gathered(&self, ops: OpsTable) -> kernels::Result<Tensor> {
+        match self {
+            Rows::Whole(rows) => Ok(rows.shallow_clone()),
+            Rows::Routed(rows) => ops.gather(rows.operands()),
+        }
+    }
+
+    /// A gradient in the order of tokens.
+    pub(super) fn unpermuted(&self, ops: OpsTable) -> kernels::Result<Tensor> {
+        match self {
+            Rows::Whole(rows) => Ok(rows.shallow_clone()),
+            Rows::Routed(rows) => ops.unpermute(rows.operands()),
+        }
+    }
+}
+
+/// Gradients of a layer's output, by chunk.
+pub(super) struct BranchGrads {
+    /// Of its rows, in their order.
+    pub(super) rows: Vec<Tensor>,
+    /// Of the factors of rows of experts, `[n, 1]`; nothing if there are none.
+    pub(super) gates: Vec<Tensor>,
+}
+
 /// A sublayer's forward results, by chunk.
 pub(super) struct Forward {
-    /// `[n, D]`: what is added to the residual.
-    pub(super) out: Vec<Tensor>,
+    /// What is added to the residual.
+    pub(super) out: Vec<Rows>,
     /// `[n, R]`: the router state for the layers after this one.
     pub(super) state: Option<Vec<Tensor>>,
     /// Tokens by expert, and last those without one, i64; `None` without a router.
@@ -146,8 +205,8 @@ fn foreign() -> Fault {
 
 /// Gradients of a sublayer's inputs, by chunk.
 pub(super) struct Backward {
-    /// Of the normed residual, in [`Pass::kind`].
-    pub(super) x: Vec<Tensor>,
+    /// Of the normed residual.
+    pub(super) x: Vec<Rows>,
     /// Of the router state, if there was one.
     pub(super) state: Option<Vec<Tensor>>,
 }
@@ -183,7 +242,7 @@ pub(super) trait Layer: Send + Sync {
         &self,
         pass: &Pass<'_>,
         saved: Saved,
-        grad: &[Tensor],
+        grad: &BranchGrads,
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> Result<Backward>;

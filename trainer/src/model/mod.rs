@@ -10,7 +10,7 @@
 //! visible    which keys the queries of a chunk see
 //! fold       weights sharded over ranks                    sharding   how they are cut; shards: how they are fetched
 //! zaya       the model, top to bottom: read this first     layers/    attention, experts, norms, head
-//! rotary     rotary angles of tokens                       activity   statistics of a layer's activations
+//! activity   statistics of a layer's activations
 //! probe      a forward pass with these statistics, to explain a step
 //! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
@@ -36,7 +36,6 @@ mod line;
 mod normal;
 mod param;
 mod probe;
-mod rotary;
 mod sharding;
 mod shards;
 mod stage;
@@ -274,7 +273,11 @@ fn compute(
     sink: &mut dyn GradientSink,
 ) -> Result<MicroBatchLosses> {
     enter()?;
-    let model = Zaya::new(config);
+    // A process trains one model, whose parameters it names once and not for each micro-batch.
+    static FIRST: std::sync::OnceLock<(ZayaConfig, Zaya)> = std::sync::OnceLock::new();
+    let (known, first) = FIRST.get_or_init(|| (config.clone(), Zaya::new(config)));
+    let other = (known != config).then(|| Zaya::new(config));
+    let model = other.as_ref().unwrap_or(first);
     let train = |pass: &Pass<'_>| model.train(pass, label_count, how.options.keep, sink);
     let found = Pass::over(how, config, params, balance, input, train)?;
     Ok(MicroBatchLosses {
@@ -287,7 +290,7 @@ fn compute(
 }
 
 /// Runs both passes over `rows` sequences of one document each on tensors without numbers ([`kernels::shapes`]).
-pub(crate) fn over_shapes(
+pub fn over_shapes(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],

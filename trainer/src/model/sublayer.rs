@@ -6,9 +6,10 @@ use tch::Tensor;
 
 use super::ZayaConfig;
 use super::gradients::Gradients;
-use super::layer::{self, Backward, Layer, LayerPlace, Pass};
+use super::layer::{self, Backward, BranchGrads, Layer, LayerPlace, Pass, Rows};
 use super::layers::norm::{NormOutputGrads, Residual, RmsNorm, SavedNorm};
 use super::param::ParamDeclarations;
+use crate::refusal::refused;
 
 /// Computes what is added to the residual from the normed residual.
 pub(super) struct Sublayer {
@@ -23,7 +24,7 @@ pub(super) struct Saved {
     pub(super) residual: Vec<Tensor>,
     normed: Vec<SavedNorm>,
     pub(super) layer: layer::Saved,
-    pub(super) out: Vec<Tensor>,
+    out: Vec<Rows>,
 }
 
 /// The activations between two sublayers.
@@ -42,6 +43,13 @@ pub(super) struct HiddenGrad {
     pub(super) residual: Vec<NormOutputGrads>,
     /// Gradients of the router states, `[n, R]`, f32.
     pub(super) state: Option<Vec<Tensor>>,
+}
+
+impl Saved {
+    /// What was added to the residual.
+    pub(super) fn out(&self, pass: &Pass<'_>) -> Result<Vec<Tensor>> {
+        self.out.iter().map(|rows| rows.gathered(pass.ops).map_err(refused)).collect()
+    }
 }
 
 impl Hidden {
@@ -106,8 +114,8 @@ impl Sublayer {
         Sublayer { norm, layer, scale: Residual::declare(&mut scope, config) }
     }
 
-    /// Returns its output, what its backward pass reads, and its router's token counts by class. Also computes the
-    /// `next` norm of its output, if that is wanted.
+    /// Returns its output, what its backward pass reads, and its router's token counts by class. Without a `next` norm
+    /// the residual is not computed: what is saved does not depend on it.
     pub(super) fn forward(
         &self,
         pass: &Pass<'_>,
@@ -118,21 +126,16 @@ impl Sublayer {
         let (x, normed) = flow.normed(pass, &self.norm)?;
         let Hidden { residual, state, .. } = flow;
         let made = self.layer.forward(pass, &x, state)?;
-        let sides = made.out.iter().zip(&residual);
-        let (after, next) = match next {
-            None => {
-                let after = sides.map(|(out, residual)| self.scale.forward(pass, out, residual));
-                (after.collect::<Result<_>>()?, None)
-            }
-            Some(next) => {
-                let after =
-                    sides.map(|(out, residual)| self.scale.forward_norm(pass, out, residual, next));
-                let (after, normed) = after.collect::<Result<Vec<_>>>()?.into_iter().unzip();
-                (after, Some(normed))
-            }
+        let sums = |next: &RmsNorm| -> Result<(Vec<_>, Vec<_>)> {
+            let sides = made.out.iter().zip(&residual);
+            sides
+                .map(|(out, residual)| self.scale.forward_norm(pass, out, residual, next))
+                .collect()
         };
+        let (after, next) = next.map(sums).transpose()?.unzip();
         let saved = Saved { residual, normed, layer: made.saved, out: made.out };
-        Ok((Hidden { residual: after, state: made.state, normed: next }, saved, made.counts))
+        let residual = after.unwrap_or_default();
+        Ok((Hidden { residual, state: made.state, normed: next }, saved, made.counts))
     }
 
     /// Takes the gradients of its output, and the norm that they reach; returns those of its input.
@@ -145,16 +148,18 @@ impl Sublayer {
         sink: &mut Gradients<'_>,
     ) -> Result<HiddenGrad> {
         let Saved { residual, normed, layer, out } = saved;
-        let (mut outs, mut besides) = (Vec::new(), Vec::new());
+        let (mut rows, mut gates, mut besides) = (Vec::new(), Vec::new(), Vec::new());
         let sides = out.iter().zip(&residual);
         for (chunk, ((out, residual), returned)) in sides.zip(grad.residual).enumerate() {
             let (scale, sink) = (&self.scale, &mut sink.of(chunk));
-            let (out, beside) = scale.backward_norm(pass, out, residual, behind, returned, sink)?;
-            outs.push(out);
-            besides.push(beside);
+            let found = scale.backward_norm(pass, out, residual, behind, returned, sink)?;
+            rows.push(found.0);
+            gates.extend(found.1);
+            besides.push(found.2);
         }
         drop((out, residual));
-        let Backward { x, state } = self.layer.backward(pass, layer, &outs, grad.state, sink)?;
+        let out = BranchGrads { rows, gates };
+        let Backward { x, state } = self.layer.backward(pass, layer, &out, grad.state, sink)?;
         let residual = normed.into_iter().zip(x).zip(besides);
         let residual = residual.map(|((normed, grad), beside)| NormOutputGrads {
             normed,

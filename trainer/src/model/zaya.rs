@@ -20,7 +20,7 @@ use tch::Tensor;
 use super::activity::{LayerActivity, squares};
 use super::gradients::{GradientSink, Gradients};
 use super::kinds::{Attention, FeedForward};
-use super::layer::{LayerPlace, Pass};
+use super::layer::{LayerPlace, Pass, Rows};
 use super::layers::embedding::Embedding;
 use super::layers::head::{Head, HeadGrads};
 use super::layers::norm::{NormOutputGrads, RmsNorm, SavedNorm};
@@ -173,8 +173,9 @@ impl Zaya {
         let Forward { embedded, layers: kept, normed, hidden: left, .. } = forward;
         drop(left);
         let last = normed.into_iter().zip(hidden);
-        let residual =
-            last.map(|(normed, grad)| NormOutputGrads { normed, grad, beside: None }).collect();
+        let residual = last
+            .map(|(normed, grad)| NormOutputGrads { normed, grad: Rows::Whole(grad), beside: None })
+            .collect();
         let (mut grad, mut behind) = (HiddenGrad { residual, state: None }, &self.norm);
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
             let saved = match kept {
@@ -182,7 +183,7 @@ impl Zaya {
                 SavedLayer::Inputs(inputs) => layer.forward(pass, inputs, None)?.1,
             };
             grad = layer.backward(pass, saved, grad, behind, sink)?;
-            sink.settle(pass.ops)?;
+            sink.settle_many(pass.ops)?;
             behind = &layer.self_attn.norm;
         }
         let residual = grad.through(pass, behind, sink)?;
@@ -215,14 +216,14 @@ impl DecoderLayer {
     fn probe(&self, pass: &Pass<'_>, [attention, mlp]: &[Saved; 2]) -> Result<LayerActivity> {
         Ok(LayerActivity {
             residual: squares(&attention.residual)?,
-            attention: squares(&attention.out)?,
-            feed_forward: squares(&mlp.out)?,
+            attention: squares(&attention.out(pass)?)?,
+            feed_forward: squares(&mlp.out(pass)?)?,
             largest_logit: self.self_attn.layer.largest_logit(pass, &*attention.layer)?,
         })
     }
 
-    /// Returns its output, what its backward pass reads, and its router's token counts by class. Also computes the next
-    /// norm of its output, if that is wanted.
+    /// Returns its output, what its backward pass reads, and its router's token counts by class. Without a `next` norm
+    /// its output has no residual.
     fn forward(
         &self,
         pass: &Pass<'_>,

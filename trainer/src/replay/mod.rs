@@ -295,7 +295,7 @@ impl Replayer {
                 Verdict::of(same, found, self.kernels.as_deref())
             }
         };
-        let loss = sums.loss / sums.labels.max(1) as f64;
+        let loss = sums.loss / sums.labels as f64;
         let found = self.found(step, verdict, difference);
         let replayed = Replayed { micro_batch: Some(micro_batch), loss, ..found };
         Ok(ReplayedBatch { replayed, batch, token_losses: sums.token_losses })

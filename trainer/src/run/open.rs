@@ -19,7 +19,7 @@ use super::recover::Recovery;
 use super::replicas::Replicas;
 use super::restore::{self, RestoreInputs, Restored};
 use crate::checkpoint::{Checkpoints, GO_ON, OTHER_VERSION, StateLayout, UsableCheckpoint};
-use crate::events::{self, Events};
+use crate::events::{self, Events, RanksEvent};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
 use crate::hf::InitialModel;
@@ -165,13 +165,22 @@ fn note_ranks(
             |(phase, Mesh { dp, cp, tsp })| json!({"phase": phase, "dp": dp, "cp": cp, "tsp": tsp}),
         )
         .collect();
-    let fields = json!({
-        "world": world, "cp": team.degrees.cp, "tsp": team.degrees.tsp, "mesh": mesh,
-        "grad_reduce": team.grad_reduce.name(), "nodes": team.nodes.sizes(), "transport": transport,
-        "rccl_release": chosen.release, "no_rccl_because": chosen.reason,
-        "bytes_replicated": if book.exec.replicate { copies::sent(pieces) } else { 0 },
-    });
-    book.events.write("ranks", fields)?;
+    let bytes_replicated = if book.exec.replicate { copies::sent(pieces) } else { 0 };
+    let more = [
+        ("mesh", json!(mesh)),
+        ("nodes", json!(team.nodes.sizes())),
+        ("rccl_release", json!(chosen.release)),
+        ("no_rccl_because", json!(chosen.reason)),
+        ("bytes_replicated", json!(bytes_replicated)),
+    ];
+    let event = RanksEvent {
+        world,
+        degrees: team.degrees,
+        grad_reduce: team.grad_reduce,
+        transport: transport.to_owned(),
+        more: more.map(|(name, value)| (name.to_owned(), value)).into_iter().collect(),
+    };
+    book.events.write(RanksEvent::NAME, json!(event))?;
     book.progress.note(&format!("{world} ranks, tensors by {}", chosen.words()));
     idle_ranks(book.spec, world, team.degrees).iter().for_each(|note| book.progress.note(note));
     Ok(())

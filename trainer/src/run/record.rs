@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use contract::{Digest, Fault, Result, shell};
 use kernels::group::{Group, Rendezvous};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::World;
 use super::recover::Recovery;
@@ -289,20 +289,24 @@ impl RunRecords<'_> {
             return Ok(());
         }
         self.progress.validation(step, sources);
-        self.metrics.validation(step, sources)?;
         let all = SourceLoss::over(sources);
         let by_source: serde_json::Map<_, _> =
             sources.iter().map(|one| (one.source.clone(), one.to_json())).collect();
-        self.events
-            .write("validation", json!({"step": step, "all": all.to_json(), "sources": by_source}))
+        let fields = json!({"step": step, "all": all.to_json(), "sources": by_source});
+        self.between("validation", step, fields)
     }
 
     fn evaluated(&mut self, step: u64, scores: &[TaskScore]) -> Result<()> {
         self.progress.evaluation(step, scores);
-        self.metrics.evaluation(step, scores)?;
         let tasks: serde_json::Map<_, _> =
             scores.iter().map(|one| (one.task.clone(), one.to_json())).collect();
-        self.events.write("evaluation", json!({"step": step, "tasks": tasks}))
+        self.between("evaluation", step, json!({"step": step, "tasks": tasks}))
+    }
+
+    /// Writes an event, then its curves, which are read from it.
+    fn between(&mut self, name: &str, step: u64, fields: Value) -> Result<()> {
+        self.events.write(name, fields.clone())?;
+        self.metrics.between(step, name, &fields)
     }
 
     /// The command that replays `step`.

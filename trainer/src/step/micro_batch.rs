@@ -99,7 +99,7 @@ impl RankMicroBatches<'_> {
         begun: impl Fn(u64) -> Result<()> + Sync,
         mut computed: impl FnMut() -> Result<()> + Send,
     ) -> Result<Vec<MicroBatchReport>> {
-        let RankMicroBatches { spec, batch, staged, numbers, workers, shared, .. } = *self;
+        let RankMicroBatches { spec, batch, staged, numbers, workers, .. } = *self;
         let model = FrozenModel::at(spec, batch.step, state, workers)?;
         let work = |micro_batch: u64| {
             let number = numbers[micro_batch as usize];
@@ -117,14 +117,22 @@ impl RankMicroBatches<'_> {
             };
             model.read(compute, || place(spec, batch, micro_batch))
         };
-        // The exchanges of ranks that share a micro-batch have one order.
-        let workers = if shared.is_some() { workers.one() } else { workers };
         let mut all = Vec::new();
-        workers.fold(batch.rows / batch.micro_batch, work, |_, said| {
+        self.computing().fold(batch.rows / batch.micro_batch, work, |_, said| {
             all.push(said);
             computed()
         })?;
         Ok(all)
+    }
+
+    /// The workers that compute them. The exchanges of ranks that share a micro-batch have one order.
+    fn computing(&self) -> Workers {
+        if self.shared.is_some() { self.workers.one() } else { self.workers }
+    }
+
+    /// How many of them a worker computes one after another, at most.
+    pub(super) fn in_turn(&self) -> u32 {
+        self.numbers.len().div_ceil(self.computing().count()) as u32
     }
 
     /// Computes a micro-batch and adds its gradients to `sum`, if given; the flag asks for its checksum at once.

@@ -215,15 +215,14 @@ pub fn compute(
         // Stops if the other ranks have given up the step.
         team.group.check().map_err(lost)
     };
-    // Without labels every gradient is 0, whatever the divisor.
     let numbers = &lines.micro_batches(head.micro_batches)?;
-    let label_count = head.label_count.max(1);
     let all = RankMicroBatches {
         spec,
         batch,
         staged,
         numbers,
-        label_count,
+        // Without labels every gradient is 0, whatever the divisor.
+        label_count: head.label_count.max(1),
         detail,
         workers,
         rank: team.group.launched_as(),
@@ -239,7 +238,8 @@ pub fn compute(
         said.iter().try_for_each(|said| said.put(&mut record))?;
         record.read().map_err(refused)?;
     }
-    team.group.computed(batch.step, start.elapsed() - (sharing.waited() - before));
+    let taken = start.elapsed() - (sharing.waited() - before);
+    team.group.computed(batch.step, taken.checked_div(all.in_turn()));
     sum.computed()?;
     let [shared, folded] = [context, shards].map(|line| line.map_or(Ok(0), Shares::finish));
     let (shared, start) = ([shared?, folded?], Instant::now());

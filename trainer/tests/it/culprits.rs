@@ -13,6 +13,7 @@ use tools::replay::flags::moved as moved_to;
 use trainer::World;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
+use trainer::mesh::GradReduce;
 use trainer::replay::{ReplayParallelism, Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -180,6 +181,28 @@ fn a_run_of_several_ranks_is_explained_as_one_of_one_is() {
     }
     let [one, two] = [one, two].map(|found| serde_json::to_value(found).unwrap());
     assert!(one == two, "{one:#}\n{two:#}");
+}
+
+#[test]
+fn a_change_of_the_ranks_is_named() {
+    let scratch = Scratch::new();
+    let path = curriculum(&scratch, &[]);
+    scratch.run(&path, "run", stop_after(5)).unwrap();
+    for (last, grad_reduce) in [(8, GradReduce::Whole), (10, GradReduce::Bucketed)] {
+        let outcomes = train_with(&scratch, "run", 2, |_, exec| {
+            (exec.stop_after, exec.grad_reduce) = (Some(last), grad_reduce);
+        });
+        outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, last));
+    }
+    let changes = explained(&scratch, "run", 10, 0).changes;
+    let ranks = changes.into_iter().filter(|one| one.kind == RunChangeKind::Ranks);
+    assert_eq!(
+        ranks.map(|one| one.what).collect::<Vec<_>>(),
+        [
+            "from step 6 on 2 ranks (whole by gloo) computed, before 1 (none)",
+            "from step 9 on 2 ranks (bucketed by gloo) computed, before 2 (whole by gloo)",
+        ]
+    );
 }
 
 /// With the state available, an explanation passes the text through the model only this often: the step; each of its

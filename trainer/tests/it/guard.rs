@@ -5,6 +5,7 @@ use serde_json::Value;
 use tch::Device;
 use tools::change::WhatIfChange;
 use tools::compare::compare;
+use tools::explain::{ExplainRequest, explain};
 use tools::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
@@ -264,6 +265,28 @@ fn a_step_without_labels_moves_nothing() {
             assert_eq!(replayed.verdict, Verdict::SameBits, "{step}: {:?}", replayed.difference);
         }
     }
+}
+
+/// What has no labels has no loss: neither the step after an explained one, nor a micro-batch.
+#[test]
+fn a_step_without_labels_has_no_loss() {
+    let scratch = Scratch::new();
+    silenced(&scratch, "run.toml", "", 2);
+    scratch.train("run");
+    let run = scratch.path("run");
+    let open = || Replayer::open(&run, &table(), Device::Cpu, Workers::new(2)).unwrap();
+    for step in 3..=6 {
+        let request = ExplainRequest { step, window: 8, top: 1, tokens: 0 };
+        let found = explain(&mut open(), request).unwrap();
+        let next = [4, 7].contains(&(step + 1));
+        assert_eq!(found.next_loss.is_some(), next, "the step after step {step}");
+        let removals = &found.removals;
+        assert!(removals.iter().all(|one| one.next_loss.is_some() == next), "{removals:?}");
+    }
+    let replayer = &mut open();
+    let state = replayer.state_after(4).unwrap();
+    let found = replayer.micro_batch(&state, 0).unwrap().replayed;
+    assert!(found.loss.is_nan(), "{}", found.loss);
 }
 
 /// A loss that is not finite ends a run, until an amendment skips the step, or all such steps.

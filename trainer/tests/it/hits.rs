@@ -100,7 +100,10 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
     let mut events = events.unwrap();
     writeln!(events, "{}", json!({"event": "start"})).unwrap();
     if ranks > 1 {
-        let said = json!({"event": "ranks", "world": ranks, "grad_reduce": "whole"});
+        let said = json!({
+            "event": "ranks", "world": ranks, "cp": 1, "tsp": 1,
+            "grad_reduce": "whole", "transport": "gloo",
+        });
         writeln!(events, "{said}").unwrap();
     }
     for record in records {

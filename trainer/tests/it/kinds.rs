@@ -201,12 +201,13 @@ fn no_phase_changes_the_shape_of_the_model() {
         ("micro_batch = 2", "num_experts", "4"),
         ("micro_batch = 2", "num_shared_experts", "1"),
         ("micro_batch = 1", "num_key_value_heads", "1"),
+        ("micro_batch = 1", "sliding_window", "8"),
     ] {
         let change = format!("{phase}\nmodel = {{ rope_theta = 5e3, {key} = {value} }}");
         let path = scratch.edited("bad.toml", &[(phase, &change)]);
         let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Usage, "{fault}");
-        assert!(fault.to_string().contains("cannot change the shape of the model"), "{fault}");
+        assert!(fault.to_string().contains("cannot change the structure of the model"), "{fault}");
         assert!(fault.place().is_some_and(|place| place.contains("bad.toml:")), "{fault}");
         assert!(!scratch.path("run").exists());
     }

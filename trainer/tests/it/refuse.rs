@@ -317,7 +317,7 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
         ),
         (
             ("micro_batch = 1", "micro_batch = 1\nmodel = { hidden_size = 32 }"),
-            "the shape of the model",
+            "the structure of the model",
         ),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),
         (("num_experts = 3", "num_experts = 3\nmax_position_embeddings = 63"), "at most 63"),

@@ -154,6 +154,9 @@ impl Drop for Stop<'_> {
 fn a_live_page_is_told_what_is_new_and_nobody_else_is_told_anything() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
+    // An explanation that is still being written.
+    std::fs::create_dir(scratch.path("run/explained")).unwrap();
+    scratch.write("run/explained/step-3.json", "{\"step\": 3, \"sent");
     let watch = PageServer::open(&scratch.path("run"), 0).unwrap();
     let (address, stop) = (watch.address().unwrap(), AtomicBool::new(false));
     assert!(address.ip().is_loopback());

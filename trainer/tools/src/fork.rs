@@ -22,8 +22,8 @@ use loader::OpenedCurriculum;
 use mixer::Curriculum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use store::Location;
 use store::disk::{self, Lock, OutputFile};
+use store::{Location, regular};
 
 use crate::change::{DocumentsBySource, WhatIfChange};
 use trainer::checkpoint::Checkpoints;
@@ -80,7 +80,7 @@ impl Origin {
     /// The origin of the run in `root`; `None` if it is not a fork.
     pub fn read(root: &Path) -> Result<Option<Origin>> {
         let path = root.join(FORKED);
-        let text = match fs::read_to_string(&path) {
+        let text = match regular::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Fault::io("read", &path, &error)),

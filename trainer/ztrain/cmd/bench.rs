@@ -12,9 +12,9 @@ use trainer::refusal::lost;
 
 use super::Speed;
 use super::bench_machine::ClusterFile;
-use super::bytes;
 use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
+use super::sizes;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -81,13 +81,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         Benchmark::Kernels(args) => return super::bench_machine::kernels(args),
         Benchmark::Collectives(args) => args,
     };
-    let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);
-    if from > to {
-        return Err(Fault::usage("no size lies between the smallest and the largest")
-            .at("--from")
-            .found(&args.from)
-            .wanted(format!("at most --to, {}", args.to)));
-    }
+    let (from, to) = sizes(&args.from, &args.to)?;
     let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let cluster = args.out.as_deref().map(ClusterFile::open).transpose()?;
     let (speed, stop) = (Speed::on(&args.device), std::sync::Arc::default());

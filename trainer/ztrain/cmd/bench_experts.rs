@@ -37,15 +37,21 @@ pub(super) fn run(
     kind: Kind,
     json: bool,
 ) -> Result<()> {
-    for ModelMatmul { name, shape, together, .. } in shapes::of_model(config, tokens) {
-        if together != MatmulBatching::Experts {
-            continue;
-        }
-        let product = name.strip_prefix("expert, ").unwrap_or(name);
-        let of = ExpertMatmuls {
-            count: config.num_experts,
-            shape: MatmulShape { rows: tokens, ..shape },
-        };
+    let of_experts = |all: &ModelMatmul| all.together == MatmulBatching::Experts;
+    let mut all: Vec<_> = shapes::of_model(config, tokens)
+        .into_iter()
+        .filter(of_experts)
+        .map(|ModelMatmul { name, shape, .. }| {
+            (name.strip_prefix("expert, ").unwrap_or(name), shape, false)
+        })
+        .collect();
+    if !all.is_empty() {
+        let (inner, columns) = (config.hidden_size, 3 * config.moe_intermediate_size);
+        all.push(("a layer", MatmulShape { rows: tokens, inner, columns }, true));
+    }
+    for (product, shape, layer) in all {
+        let shape = MatmulShape { rows: tokens, ..shape };
+        let of = ExpertMatmuls { count: config.num_experts, shape, layer };
         let ways = [("forward", 1.0), ("backward", 2.0)];
         for ((way, times), rates) in ways.into_iter().zip(bench.experts(of, kind)?) {
             let row = Row {

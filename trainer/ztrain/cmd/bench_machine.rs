@@ -21,7 +21,7 @@ use trainer::model::ZayaConfig;
 use trainer::workers::Workers;
 
 use super::drawing::Drawing;
-use super::{Speed, bench_attention, bench_experts, bench_hash, bytes};
+use super::{Speed, bench_attention, bench_experts, bench_hash, sizes};
 
 /// What all of them take.
 #[derive(clap::Args)]
@@ -422,7 +422,7 @@ fn product_chart(found: &[Product]) -> Chart {
 
 /// Measures memory.
 pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
-    let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);
+    let (from, to) = sizes(&args.from, &args.to)?;
     let (bench, _, results) = args.common.start(args.out.out.as_deref())?;
     if !args.common.json {
         let head = PASSES.map(|pass| format!("{:>14}", pass.name()));

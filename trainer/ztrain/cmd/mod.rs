@@ -90,6 +90,18 @@ fn bytes(place: &str, text: &str) -> Result<u64> {
     number.checked_mul(factor).filter(|bytes| (1..=8 << 30).contains(bytes)).ok_or_else(wrong)
 }
 
+/// The smallest and the largest size that flags ask for.
+fn sizes(from: &str, to: &str) -> Result<(u64, u64)> {
+    let sizes = (bytes("--from", from)?, bytes("--to", to)?);
+    if sizes.0 > sizes.1 {
+        return Err(Fault::usage("no size lies between the smallest and the largest")
+            .at("--from")
+            .found(from)
+            .wanted(format!("at most --to, {to}")));
+    }
+    Ok(sizes)
+}
+
 /// Reads the folder of a run.
 pub(crate) fn run() -> impl TypedValueParser<Value = PathBuf> {
     local("copy the run's folder here: its checkpoints may stay where they are")

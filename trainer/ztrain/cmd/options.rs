@@ -74,7 +74,10 @@ fn words(
     let is_path = ["FILE", "PLACE", "RUN"].contains(&of_flag);
     let word = |value: &Value| {
         let text = match value {
-            Value::String(text) if is_path && !text.contains("://") => folder.join(text).into(),
+            // An empty name is refused as it is when it is typed.
+            Value::String(text) if is_path && !text.is_empty() && !text.contains("://") => {
+                folder.join(text).into()
+            }
             Value::String(text) => text.into(),
             Value::Integer(_) | Value::Float(_) => value.to_string().into(),
             _ => return None,

@@ -237,7 +237,7 @@ fn plain_text() {
 #[test]
 fn longer_documents_than_allowed_are_refused_with_file_and_row() {
     let limits = Limits { slab_bytes: 16, max_document_bytes: 20 };
-    let long = format!("{{\"text\":\"{}\"}}\n", "x".repeat(20));
+    let long = format!("{{\"text\":\"{}\"}}\n", "x".repeat(21));
     let bytes = [A, long.as_bytes(), B].concat();
     for (name, bytes) in [("x.jsonl", bytes.clone()), ("x.jsonl.gz", gz(&bytes))] {
         let placed = format!("- too large: {name}:2: ...");
@@ -373,5 +373,32 @@ fn json_is_nested_as_deeply_as_serde_json_takes_it() {
         assert_eq!(serde_json::from_str::<serde_json::Value>(&line).is_ok(), accepted, "{lists}");
         let verdict = if accepted { "b" } else { "- malformed: x.jsonl:2: ..." };
         expect("x.jsonl", &[A, line.as_bytes(), b"\n", A].concat(), &["a", verdict, "a"]);
+    }
+}
+
+#[test]
+fn a_text_too_long_is_lost_in_every_format() {
+    let row = |length| Row { text: Some("x".repeat(length)), id: None };
+    let rows = [row(10), row(11), row(5)];
+    for (name, bytes) in [
+        ("x.parquet", parquet_file(&rows, 9, 0, false, 0)),
+        ("x.arrow", arrow_file(&rows, 9, 0, false, 0)),
+    ] {
+        let limits = Limits { slab_bytes: 1 << 20, max_document_bytes: 10 };
+        let parsed = read_with(&write(name, &bytes), "text", None, &limits).unwrap();
+        let dropped = |parsed: &Parsed| {
+            matches!(parsed, Parsed::Dropped { reason: "too large", bytes: 11, .. })
+        };
+        assert_eq!(parsed.iter().map(dropped).collect::<Vec<_>>(), [false, true, false]);
+    }
+    for (length, dropped) in [(10, false), (11, true)] {
+        let limits = Limits { slab_bytes: 3, max_document_bytes: 10 };
+        // Neither escapes nor other keys are part of a document.
+        let line =
+            ["{\"meta\":\"more than ten\",\"text\":\"", &"\\u0078".repeat(length), "\"}"].concat();
+        for (name, bytes) in [("x.txt", "x".repeat(length)), ("x.jsonl", line)] {
+            let parsed = read_with(&write(name, bytes.as_bytes()), "text", None, &limits).unwrap();
+            assert_eq!(matches!(parsed[0], Parsed::Dropped { reason: "too large", .. }), dropped);
+        }
     }
 }

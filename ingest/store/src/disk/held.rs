@@ -249,7 +249,9 @@ impl Writing {
     /// The right to write next to the file at `path`; `None` where another process has it.
     fn of(path: &Path) -> io::Result<Option<Writing>> {
         let path = beside(path, WRITER);
-        let file = open(&path)?;
+        let named =
+            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let file = open(&path).map_err(named)?;
         Ok((lock(&file)? != Lock::Busy && is_at(&file, &path))
             .then_some(Writing { _exclusive: file }))
     }
@@ -275,7 +277,8 @@ impl Lease {
         let mut words = line.splitn(5, ' ').map(str::to_owned);
         let mut next = || words.next().unwrap_or_default();
         let (group, renewed, boot) = (next(), next().parse().unwrap_or(0), next());
-        Some(Lease { group, renewed, boot, process: next().parse().unwrap_or(0), host: next() })
+        // Anything else was not written by a process that holds the file.
+        Some(Lease { group, renewed, boot, process: next().parse().ok()?, host: next() })
     }
 
     /// Overwrites the lease in the file, in one call.

@@ -6,7 +6,7 @@ use super::finish::{Unfinished, finish};
 use super::rows::made;
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, left_bits, numbers, tensor};
-use crate::ops::{CPU, ConvShift, QueriesAndKeys, QueryKey};
+use crate::ops::{CPU, ConvShift, HeadGrads, QueriesAndKeys, QueryKey};
 
 /// First rows of documents: row 0 and others at irregular distances.
 fn starts(rows: usize) -> Vec<i64> {
@@ -137,12 +137,25 @@ struct Rotated {
 }
 
 /// Tokens, query heads, key heads, dimensions, rotated dimensions. Three other columns follow the queries and keys.
-fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> Rotated {
+/// With `apart` the gradients of both are given in bf16.
+fn turned(
+    [tokens, queries, keys, width, half]: [usize; 5],
+    values: Values,
+    apart: bool,
+) -> Rotated {
     let (heads, kind) = (queries + keys, values.kind());
     let count = heads * tokens * width;
     let mut tape = Tape::new(&format!("query_key_{kind}"));
     let z = values.with(&mut tape, tokens * (heads * width + 3), 1);
-    let grad = tape.with(&numbers(count, 3));
+    let (grad, given) = match apart {
+        true => {
+            let given = [(queries, 3), (keys, 4)].map(|(heads, seed)| {
+                Values::Narrow.with(&mut tape, heads * tokens * width, seed).into()
+            });
+            (tape.room::<f32>(count), given)
+        }
+        false => (tape.with(&numbers(count, 3)), [Argument::Null; 2]),
+    };
     let made = values.with(&mut tape, count, 2);
     let raw = if values == Values::Wide { made } else { tape.room::<f32>(count) };
     let (bias, temperature) = (tape.with(&numbers(heads * width, 5)), tape.with(&numbers(keys, 6)));
@@ -158,9 +171,10 @@ fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> R
     let partial = widths.map(|width| tape.room::<f32>(bands * width));
     let rounded = (values == Values::Narrow).then(|| tape.room::<u16>(count));
     let narrow = rounded.map_or(Argument::Null, Argument::from);
-    let places = [raw, factors, temperature, cosines, sines, grad].map(Argument::from);
+    let places = [raw, factors, temperature, cosines, sines].map(Argument::from);
+    let results = [grad.into(), narrow, means.into()];
     let sums = partial.map(Argument::from);
-    let arguments = [&places[..], &[narrow, means.into()], &sums, &sizes].concat();
+    let arguments = [&places[..], &given, &results, &sums, &sizes].concat();
     tape.launch("query_key_backward", keys * bands, &arguments);
     let sums = widths.map(|width| tape.room::<f32>(width));
     for (width, (partial, out)) in widths.into_iter().zip(partial.into_iter().zip(sums)) {
@@ -172,13 +186,14 @@ fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> R
 #[test]
 fn queries_and_keys_are_those_of_the_cpu() {
     let cases = [
-        ([1, 1, 1, 2, 1], Values::Wide),
-        ([40, 6, 2, 24, 8], Values::Wide),
-        ([33, 4, 4, 37, 5], Values::Narrow),
-        ([35, 3, 1, 66, 33], Values::Narrow),
+        ([1, 1, 1, 2, 1], Values::Wide, false),
+        ([40, 6, 2, 24, 8], Values::Wide, true),
+        ([33, 4, 4, 37, 5], Values::Narrow, false),
+        ([33, 4, 2, 37, 5], Values::Narrow, true),
+        ([35, 3, 1, 66, 33], Values::Narrow, true),
     ];
-    for (shape, values) in cases {
-        let turned = turned(shape, values);
+    for (shape, values, apart) in cases {
+        let turned = turned(shape, values, apart);
         let played = turned.tape.play();
         let [tokens, queries, keys, width, half] = shape.map(|size| size as i64);
         let heads = queries + keys;
@@ -187,7 +202,12 @@ fn queries_and_keys_are_those_of_the_cpu() {
             tensor(&numbers(shape.iter().product::<i64>() as usize, seed), shape)
         };
         let z = values.tensor(&[tokens, heads * width + 3], 1);
-        let (made_of, grad) = (values.tensor(&by_head, 2), of(3, &by_head));
+        let made_of = values.tensor(&by_head, 2);
+        let of_heads = |heads, seed| Values::Narrow.tensor(&[heads, tokens, width], seed);
+        let grad = match apart {
+            true => HeadGrads::Apart([of_heads(queries, 3), of_heads(keys, 4)]),
+            false => HeadGrads::Stacked(of(3, &by_head)),
+        };
         let (bias, temperature) = (of(5, &[heads * width]), of(6, &[keys]));
         let (cosines, sines) = (of(7, &[tokens, half]), of(8, &[tokens, half]));
         let by = QueryKey {
@@ -225,7 +245,7 @@ pub(super) fn small() -> Vec<Tape> {
             let some = [1, 2, 5, 33];
             [
                 conv([35, 2, 5, 4, 3], values, Some(&some)).tape,
-                turned([9, 4, 2, 20, 7], values).tape,
+                turned([9, 4, 2, 20, 7], values, false).tape,
             ]
         })
         .collect()
@@ -236,7 +256,7 @@ pub(super) fn large() -> Vec<Tape> {
     let of = |values| {
         let some: Vec<i64> = (0..130).filter(|row| row % 3 != 1).collect();
         let conv = conv([130, 3, 128, 128, 64], values, Some(&some)).tape;
-        [conv, turned([70, 8, 2, 128, 32], values).tape]
+        [conv, turned([70, 8, 2, 128, 32], values, false).tape]
     };
     [Values::Wide, Values::Narrow].into_iter().flat_map(of).collect()
 }

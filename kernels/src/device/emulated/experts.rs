@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, close, left_bits, numbers, tensor};
-use crate::ops::CPU;
+use crate::ops::{CPU, ExpertRows};
 
 /// Classes of tokens; some are frequent, some never occur.
 fn choice(tokens: usize, classes: usize) -> Vec<i64> {
@@ -14,8 +14,8 @@ fn choice(tokens: usize, classes: usize) -> Vec<i64> {
 
 struct Dispatched {
     tape: Tape,
-    /// Places, tokens of rows, counts, ends of classes.
-    lists: [Buffer; 4],
+    /// Places, tokens of rows, counts, ends of classes; and by a router's counts of bands.
+    lists: [[Buffer; 4]; 2],
     /// Permuted, unpermuted, gathered; back.
     rows: [Buffer; 3],
     back: [Buffer; 2],
@@ -36,11 +36,21 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let counts = tape.room::<u32>(blocks * classes);
     let sizes: [Argument; 3] = [tokens.into(), classes.into(), rounds.into()];
     tape.launch("dispatch_counts", blocks, &[&[chosen.into(), counts.into()][..], &sizes].concat());
-    let (totals, ends) = (tape.room::<i64>(classes), tape.room::<u32>(classes));
-    let (order, to) = (tape.room::<u32>(rows), tape.room::<i64>(tokens));
-    let lists = [chosen, counts, totals, ends, to, order].map(Argument::from);
-    let sizes = [tokens, classes, rows, rounds].map(Argument::from);
-    tape.launch("dispatch_places", blocks, &[&lists[..], &sizes].concat());
+    let all = choice(tokens, classes);
+    let by_router = all.chunks(32).flat_map(|band| {
+        let of = |class| band.iter().filter(|own| **own == class as i64).count() as u32;
+        (0..classes).map(of).collect::<Vec<_>>()
+    });
+    let by_router = tape.with(&by_router.collect::<Vec<_>>());
+    let both = [(counts, 256 * rounds), (by_router, 32)].map(|(counts, part)| {
+        let (totals, ends) = (tape.room::<i64>(classes), tape.room::<u32>(classes));
+        let (order, to) = (tape.room::<u32>(rows), tape.room::<i64>(tokens));
+        let lists = [chosen, counts, totals, ends, to, order].map(Argument::from);
+        let sizes = [tokens, classes, rows, rounds, part].map(Argument::from);
+        tape.launch("dispatch_places", blocks, &[&lists[..], &sizes].concat());
+        [to, order, totals, ends]
+    });
+    let [to, order, _, ends] = both[0];
 
     let (columns, width) = (width, Argument::from(width));
     let count = |rows: usize| rows * columns;
@@ -68,12 +78,7 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let lists = [order, answer, passed, ends, weight, grad, to_x, to_weight].map(Argument::from);
     let arguments = [&lists[..], &[rows.into()], &sizes[1..]].concat();
     tape.launch(&format!("gather_backward_{kind}"), rows.div_ceil(16), &arguments);
-    Dispatched {
-        tape,
-        lists: [to, order, totals, ends],
-        rows: [there, back, gathered],
-        back: [to_x, to_weight],
-    }
+    Dispatched { tape, lists: both, rows: [there, back, gathered], back: [to_x, to_weight] }
 }
 
 #[test]
@@ -92,7 +97,11 @@ fn tokens_go_where_the_cpu_sends_them() {
         let choice = Tensor::from_slice(&choice(shape[0], shape[1]));
         let by = CPU.dispatch(&choice, classes).unwrap();
         let used = by.rows as usize;
-        let [to, _, totals, ends] = dispatched.lists;
+        let [lists, by_router] = dispatched.lists;
+        for (one, other) in lists.into_iter().zip(by_router) {
+            assert_eq!(played.read::<u8>(other), played.read::<u8>(one));
+        }
+        let [to, order_there, totals, ends] = lists;
         assert_eq!(Tensor::from_slice(&played.read::<i64>(to)), by.places);
         let counts = Vec::<i64>::try_from(&by.counts).unwrap();
         assert_eq!(played.read::<i64>(totals), counts);
@@ -109,7 +118,7 @@ fn tokens_go_where_the_cpu_sends_them() {
         for (token, place) in (0i32..).zip(Vec::<i64>::try_from(&by.places).unwrap()) {
             order[place as usize] = token;
         }
-        let found = played.read::<u32>(dispatched.lists[1]).into_iter().map(u32::cast_signed);
+        let found = played.read::<u32>(order_there).into_iter().map(u32::cast_signed);
         assert_eq!(found.collect::<Vec<_>>(), order);
 
         let x = values.tensor(&[tokens, width], 1);
@@ -120,13 +129,14 @@ fn tokens_go_where_the_cpu_sends_them() {
         let [passed, answer] =
             [6, 2].map(|seed| values.tensor(&[rows, width], seed).narrow(0, 0, by.rows));
         let there = there.narrow(0, 0, by.rows);
-        let wanted = CPU.unpermute(&there, &by, Some(&passed), &beside).unwrap();
+        let own = |x, passed, by_token| ExpertRows { x, by: &by, passed, by_token };
+        let wanted = CPU.unpermute(own(&there, Some(&passed), &beside)).unwrap();
         assert_eq!(values.read(&played, dispatched.rows[1], &[tokens, width]), wanted);
         let weight = tensor(&numbers(shape[0], 3), &[tokens, 1]);
-        let gathered = CPU.gather(&answer, &by, None, &weight).unwrap();
+        let gathered = CPU.gather(own(&answer, None, &weight)).unwrap();
         assert_eq!(values.read(&played, dispatched.rows[2], &[tokens, width]), gathered);
         let grad = values.tensor(&[tokens, width], 4);
-        let back = CPU.gather_backward(&answer, &by, Some(&passed), &weight, &grad).unwrap();
+        let back = CPU.gather_backward(own(&answer, Some(&passed), &weight), &grad).unwrap();
         let [wanted, to_weight] = back;
         let found = values.read(&played, dispatched.back[0], &[rows, width]);
         assert_eq!(found.narrow(0, 0, by.rows), wanted);
@@ -142,7 +152,8 @@ fn gate(rows: usize, width: usize, values: Values) -> (Tape, Buffer, Buffer) {
     let grad = values.with(&mut tape, rows * width, 2);
     let (out, back) =
         (values.room(&mut tape, rows * width), values.room(&mut tape, 2 * rows * width));
-    let (sizes, blocks) = ([rows, width].map(Argument::from), (rows * width).div_ceil(1024));
+    let (sizes, blocks) =
+        ([rows, width].map(Argument::from), (rows * width.div_ceil(4)).div_ceil(256));
     let arguments = [&[x.into(), out.into()][..], &sizes].concat();
     tape.launch(&format!("swiglu_{kind}"), blocks, &arguments);
     let arguments = [&[x.into(), grad.into(), back.into()][..], &sizes].concat();
@@ -150,11 +161,21 @@ fn gate(rows: usize, width: usize, values: Values) -> (Tape, Buffer, Buffer) {
     (tape, out, back)
 }
 
+/// Gates in bf16, of as many rows and columns.
+pub(super) fn gates([rows, width]: [usize; 2]) -> Tape {
+    gate(rows, width, Values::Narrow).0
+}
+
 #[test]
 fn gates_are_those_of_the_cpu() {
-    for (rows, width, values) in
-        [(1, 1, Values::Wide), (40, 33, Values::Wide), (40, 33, Values::Narrow)]
-    {
+    let cases = [
+        (1, 1, Values::Wide),
+        (40, 33, Values::Wide),
+        (40, 33, Values::Narrow),
+        (70, 36, Values::Wide),
+        (70, 36, Values::Narrow),
+    ];
+    for (rows, width, values) in cases {
         let (tape, out, back) = gate(rows, width, values);
         let played = tape.play();
         let shape = [rows as i64, 2 * width as i64];

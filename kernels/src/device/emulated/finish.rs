@@ -42,7 +42,7 @@ pub(super) fn finish(tape: &mut Tape, [rows, width]: [usize; 2], all: &[Unfinish
     let (mut words, mut blocks) = (Vec::new(), 0);
     for one in all {
         words.extend([0, 0, 0, 0, pair(rows.div_ceil(BAND), width), pair(one.stride, blocks)]);
-        blocks += width.div_ceil(256);
+        blocks += width.div_ceil(32);
     }
     let table = tape.with(&words);
     for (at, Unfinished { partial, other, factor, out, .. }) in all.iter().enumerate() {

@@ -1,6 +1,6 @@
 //! Norms, residual additions and sums over rows have the bits of the CPU.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::finish::{Unfinished, finish};
 use super::tape::{Argument, Buffer, Tape};
@@ -85,7 +85,7 @@ fn norms_are_those_of_the_cpu() {
         let x = tensor(&numbers(rows * width, 1), &shape);
         let grad = values.tensor(&shape, 2);
         let weight = tensor(&numbers(width, 3), &shape[1..]);
-        let (wanted, factors) = CPU.rms_norm(&x, &weight, 1e-5).unwrap();
+        let (wanted, factors) = CPU.rms_norm(&x, &weight, 1e-5, Kind::Float).unwrap();
         let [out, narrow, found_factors] = norm.out;
         assert_eq!(left_bits(&played, out), bits_of(&wanted));
         assert_eq!(left_bits(&played, found_factors), bits_of(&factors));
@@ -185,7 +185,7 @@ fn residuals_are_those_of_the_cpu() {
         let sum = CPU.residual(&branch, &stream, by).unwrap();
         assert_eq!(left_bits(&played, residual.out[0]), bits_of(&sum));
         assert_eq!(left_bits(&played, residual.alone), bits_of(&sum));
-        let (normed, factors) = CPU.rms_norm(&sum, &weight, 1e-5).unwrap();
+        let (normed, factors) = CPU.rms_norm(&sum, &weight, 1e-5, Kind::Float).unwrap();
         let found = |buffer| values.read(&played, buffer, &shape);
         assert_eq!(found(residual.out[1]), normed.to_kind(values.of()));
         assert_eq!(left_bits(&played, residual.out[2]), bits_of(&factors));

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::tape::{Argument, Buffer, Tape};
-use super::{Values, close};
+use super::{Values, far};
 use crate::ops::AttentionSpan;
 
 /// Heads, key heads and dimensions.
@@ -33,7 +33,13 @@ fn attended(
     window: usize,
     values: Values,
 ) -> Attended {
-    let kind = values.kind();
+    // In bf16 a kernel for the width.
+    let (kind, tile_rows) = match (values, width) {
+        (Values::Wide, _) => ("f32", 32),
+        (Values::Narrow, ..=64) => ("64_bf16", 128),
+        (Values::Narrow, ..=128) => ("128_bf16", 128),
+        (Values::Narrow, _) => ("256_bf16", 128),
+    };
     let mut tape = Tape::new(&format!("attention_{kind}"));
     let [queries, all] = tokens(spans);
     let query = values.with(&mut tape, heads * queries * width, 1);
@@ -41,7 +47,7 @@ fn attended(
     let value = values.with(&mut tape, all * keys * width, 3);
     let grad = values.with(&mut tape, queries * heads * width, 4);
     let (mut words, mut first, mut tile, mut key_tile) = (Vec::<u32>::new(), 0, 0, 0);
-    let tiles = |rows: i64| (rows as usize).div_ceil(32);
+    let tiles = |rows: i64| (rows as usize).div_ceil(tile_rows);
     for span in spans {
         words.extend([span.start, span.len, span.before, first].map(|word| word as u32));
         words.extend([tile, key_tile].map(|word| word as u32));
@@ -55,25 +61,34 @@ fn attended(
     let sizes = [spans.len(), queries, all, heads, keys, width, window].map(Argument::from);
     let numbers = [&sizes[..], &[(1.0 / (width as f32).sqrt()).into()]].concat();
     let operands = [query, key, value, table].map(Argument::from);
-    let mut launch = |name: &str, blocks, memory: &[Argument]| {
+    let mut launch = |name: String, blocks, memory: &[Argument]| {
         let arguments = [&operands[..], memory, &numbers].concat();
-        tape.launch(&format!("{name}_{kind}"), blocks, &arguments);
+        tape.launch(&name, blocks, &arguments);
     };
-    launch("attention", heads * tile, &[out.into(), logs.into()]);
+    launch(format!("attention_{kind}"), heads * tile, &[out.into(), logs.into()]);
     let memory = [out, logs, grad, back[0], along].map(Argument::from);
-    launch("attention_queries", heads * tile, &memory);
+    launch(format!("attention_queries_{kind}"), heads * tile, &memory);
     let memory = [logs, along, grad, back[1]].map(Argument::from);
+    let narrow = values == Values::Narrow;
     let values = [Argument::Null, back[2].into()];
-    launch("attention_keys", keys * key_tile, &[&memory[..], &values].concat());
+    let memory = [&memory[..], &values].concat();
+    launch(format!("attention_keys_{kind}"), keys * key_tile, &memory);
+    if narrow {
+        // As far as both may be from f64.
+        tape.near::<u16>(out, BOUNDS[0]);
+        tape.near::<f32>(logs, 1e-5);
+        [along].iter().chain(&back).for_each(|sums| tape.near::<f32>(*sums, BOUNDS[1]));
+    }
     Attended { tape, out, back }
 }
 
-/// The same in f64, by libtorch: the output and its gradients.
+/// The same in f64, by libtorch: the output and its gradients. A query does not see what `hides` of how long ago a key
+/// was, and of its place in the document.
 fn exact(
     [heads, keys, width]: Shape,
     spans: &[AttentionSpan],
-    window: usize,
     values: Values,
+    hides: impl Fn(&Tensor, &Tensor) -> Tensor,
 ) -> [Tensor; 4] {
     let [heads, keys, width] = [heads, keys, width].map(|size| size as i64);
     let [queries, all] = tokens(spans).map(|count| count as i64);
@@ -90,8 +105,9 @@ fn exact(
         let seen = key.narrow(1, first, span.keys()).unsqueeze(1);
         let scores = own.matmul(&seen.transpose(-1, -2)) / (width as f64).sqrt();
         let place = |first, end| Tensor::arange_start(first, end, (Kind::Int64, tch::Device::Cpu));
-        let ago = place(span.before, span.keys()).unsqueeze(1) - place(0, span.keys());
-        let hidden = ago.lt(0).logical_or(&ago.ge(window as i64));
+        let at = place(0, span.keys());
+        let ago = place(span.before, span.keys()).unsqueeze(1) - &at;
+        let hidden = hides(&ago, &at);
         let chances = scores.masked_fill(&hidden, f64::NEG_INFINITY).softmax(-1, Kind::Double);
         let value = value.narrow(0, first, span.keys()).transpose(0, 1).unsqueeze(1);
         outs.push(chances.matmul(&value).permute([2, 0, 1, 3]).reshape([span.len, -1]));
@@ -130,24 +146,90 @@ fn attention_is_that_of_f64() {
         ([2, 2, 256], &[AttentionSpan::whole(0, 35)], NONE, Values::Wide),
     ];
     for (shape, spans, window, values) in cases {
-        let attended = attended(shape, spans, window, values);
-        let played = attended.tape.play();
-        let [out, query, key, value] = exact(shape, spans, window, values);
-        let found = values.read(&played, attended.out, &out.size()).to_kind(Kind::Float);
-        let found = Vec::<f32>::try_from(&found.reshape([-1])).unwrap();
-        let narrow = values == Values::Narrow;
-        close(&found, &out, if narrow { 2f64.powi(-8) } else { 2e-6 });
-        for (found, wanted) in attended.back.into_iter().zip([query, key, value]) {
-            // The backward pass reads what the forward pass has rounded.
-            close(&played.read(found), &wanted, if narrow { 0.02 } else { 4e-6 });
+        let found = found(attended(shape, spans, window, values), values);
+        let exact = exact(shape, spans, values, |ago, _| seen(ago, window).logical_not());
+        assert!(is_that_of(&found, &exact, values), "{shape:?}, window {window}");
+    }
+}
+
+/// Keys of the last `window` tokens.
+fn seen(ago: &Tensor, window: usize) -> Tensor {
+    ago.ge(0).logical_and(&ago.lt(window as i64))
+}
+
+/// Output and gradients that a tape leaves.
+fn found(attended: Attended, values: Values) -> [Vec<f32>; 4] {
+    let played = attended.tape.play();
+    let out = match values {
+        Values::Wide => played.read(attended.out),
+        Values::Narrow => played.read::<u16>(attended.out).into_iter().map(wide).collect(),
+    };
+    let [query, key, value] = attended.back.map(|back| played.read(back));
+    [out, query, key, value]
+}
+
+fn wide(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// How far bf16 may be from f64 in the output and in gradients.
+const BOUNDS: [f64; 2] = [1.0 / 256.0, 0.02];
+
+/// Whether all are within rounding of exact ones. In bf16 chances and their gradients are rounded before they are
+/// multiplied, and the backward pass reads what the forward pass has rounded.
+fn is_that_of(found: &[Vec<f32>; 4], exact: &[Tensor; 4], values: Values) -> bool {
+    let [out, back] = if values == Values::Narrow { BOUNDS } else { [2e-6, 4e-6] };
+    let limits = [out, back, back, back];
+    found.iter().zip(exact).zip(limits).all(|((found, exact), limit)| far(found, exact) <= limit)
+}
+
+/// Queries and keys over several blocks, at the three widths of the kernels: within rounding of f64, and of nothing
+/// else. A mask that is off by one, a window of one more or less, and a block of keys that is passed over are found.
+#[test]
+fn matrix_units_see_what_they_should() {
+    let spans = [AttentionSpan { start: 0, len: 140, before: 20 }, AttentionSpan::whole(140, 133)];
+    for (width, window) in [(64, NONE), (128, 40), (192, 129)] {
+        let shape = [2, 1, width];
+        let found = found(attended(shape, &spans, window, Values::Narrow), Values::Narrow);
+        let agrees = |sees: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
+            let exact = exact(shape, &spans, Values::Narrow, |ago, at| sees(ago, at).logical_not());
+            is_that_of(&found, &exact, Values::Narrow)
+        };
+        assert!(agrees(&|ago, _| seen(ago, window)), "{width}");
+        // A query always sees its own key: none of these hides all.
+        let late = |ago: &Tensor, at: &Tensor| {
+            let late = ago.ge(1).logical_or(&at.eq(0));
+            seen(ago, window).logical_and(&late)
+        };
+        assert!(!agrees(&late), "{width}");
+        let early = |ago: &Tensor, _: &Tensor| seen(&(ago + 1), window + 1);
+        assert!(!agrees(&early), "{width}");
+        for wrong in [window - 1, window + 1] {
+            let other = |ago: &Tensor, _: &Tensor| seen(ago, wrong);
+            assert!(window == NONE || !agrees(&other), "{width}: {wrong}");
+        }
+        for block in [0, 16, 96] {
+            let skips = |ago: &Tensor, at: &Tensor| {
+                let kept = at.lt(block).logical_or(&at.ge(block + 16)).logical_or(&ago.eq(0));
+                seen(ago, window).logical_and(&kept)
+            };
+            assert!(!agrees(&skips), "{width}: {block}");
         }
     }
 }
 
+/// Heads for each of the kernels: f32, and bf16 of three widths.
+fn every(spans: &[AttentionSpan], heads: [usize; 2], widths: [usize; 4]) -> Vec<Tape> {
+    let [queries, keys] = heads;
+    let of = |(number, width)| {
+        let values = if number == 0 { Values::Wide } else { Values::Narrow };
+        attended([queries, keys, width], spans, NONE, values).tape
+    };
+    widths.into_iter().enumerate().map(of).collect()
+}
+
 pub(super) fn small() -> Vec<Tape> {
-    let spans = [AttentionSpan { start: 0, len: 2, before: 31 }];
-    let all = [Values::Wide, Values::Narrow];
-    all.map(|values| attended([2, 1, 5], &spans, NONE, values).tape).into()
+    every(&[AttentionSpan { start: 0, len: 2, before: 31 }], [2, 1], [5, 5, 66, 130])
 }
 
 /// Several documents in one launch, parts of some, more than one tile of keys, at the width of the models' heads.
@@ -157,8 +239,7 @@ pub(super) fn large() -> Vec<Tape> {
         AttentionSpan::whole(0, 33),
         AttentionSpan::whole(33, 1),
         part,
-        AttentionSpan::whole(74, 70),
+        AttentionSpan::whole(74, 170),
     ];
-    let all = [Values::Wide, Values::Narrow];
-    all.map(|values| attended([4, 2, 128], &spans, NONE, values).tape).into()
+    every(&spans, [4, 2], [128, 64, 128, 256])
 }

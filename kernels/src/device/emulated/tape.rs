@@ -69,11 +69,15 @@ pub(super) struct Tape {
     buffers: Vec<Vec<u8>>,
     addresses: Vec<[u64; 4]>,
     launches: Vec<(String, usize, Vec<Argument>)>,
+    /// Buffers whose bits on a device depend on its matrix units, the bytes of an element, bf16 or f32, and how far a
+    /// device's may be from the emulator's.
+    near: Vec<(Buffer, usize, f64)>,
 }
 
 impl Tape {
     pub(super) fn new(name: &str) -> Tape {
-        Tape { name: name.to_owned(), buffers: vec![], addresses: vec![], launches: vec![] }
+        let name = name.to_owned();
+        Tape { name, buffers: vec![], addresses: vec![], launches: vec![], near: vec![] }
     }
 
     /// Keeps the first `launches` launches only.
@@ -92,6 +96,25 @@ impl Tape {
     pub(super) fn room<T: Element>(&mut self, count: usize) -> Buffer {
         self.buffers.push(vec![0xFF; count * size_of::<T>()]);
         Buffer(self.buffers.len() - 1)
+    }
+
+    /// A device's matrix units add in an undocumented order: each of these sums, rounded to bf16 at their end, has
+    /// `terms` products of numbers up to `size`.
+    pub(super) fn by_matrix_units(&mut self, sums: Buffer, terms: usize, size: f64) {
+        // Each addition errs by less than 2^-23 of the terms so far, here and on the device.
+        let within = (terms * terms) as f64 * size * size * 2f64.powi(-22);
+        self.near::<u16>(sums, within);
+    }
+
+    /// The same for what follows from such sums: bf16 (as `u16`) or f32, within a bound of the emulator's and a
+    /// rounding.
+    pub(super) fn near<T: Element>(&mut self, numbers: Buffer, within: f64) {
+        self.near.push((numbers, size_of::<T>(), within));
+    }
+
+    /// Whether it has such sums.
+    pub(super) fn has_matrix_units(&self) -> bool {
+        !self.near.is_empty()
     }
 
     /// Stores the address of byte `offset` of `target` at byte `at` of `buffer`.
@@ -187,6 +210,34 @@ impl Tape {
     }
 }
 
+impl Tape {
+    /// Of the numbers that depend on matrix units on two machines, how many differ by more than their bound and their
+    /// rounding to bf16.
+    pub(super) fn far(&self, found: &[u8], wanted: &[u8]) -> usize {
+        assert_eq!(found.len(), wanted.len(), "{}", self.name);
+        let number = |bytes: &[u8]| match *bytes {
+            [low, high] => f64::from(f32::from_le_bytes([0, 0, low, high])),
+            _ => f64::from(f32::read(bytes)),
+        };
+        let (mut differ, mut rest) = (0, (found, wanted));
+        for (numbers, size, within) in &self.near {
+            let length = self.buffers[numbers.0].len();
+            let ((found, founds), (wanted, wanteds)) =
+                (rest.0.split_at(length), rest.1.split_at(length));
+            rest = (founds, wanteds);
+            let pairs = found.chunks_exact(*size).zip(wanted.chunks_exact(*size));
+            let far = pairs.filter(|(found, wanted)| {
+                let (left, right) = (number(found), number(wanted));
+                // Elements that no launch writes stay the same NaN.
+                let near = (left - right).abs() <= within + left.abs().max(right.abs()) / 128.0;
+                found != wanted && !near
+            });
+            differ += far.count();
+        }
+        differ
+    }
+}
+
 /// What a tape left in its buffers.
 #[derive(Debug)]
 pub(super) struct TapeBuffers {
@@ -194,12 +245,15 @@ pub(super) struct TapeBuffers {
 }
 
 impl TapeBuffers {
-    /// All bytes except addresses, which differ between memories.
-    pub(super) fn comparable(mut self, tape: &Tape) -> Vec<u8> {
+    /// What every device must leave: all bytes except addresses, which differ between memories, and sums of matrix
+    /// units, which follow separately.
+    pub(super) fn comparable(mut self, tape: &Tape) -> [Vec<u8>; 2] {
         for [buffer, at, ..] in tape.addresses.iter().map(|one| one.map(|it| it as usize)) {
             self.buffers[buffer][at..at + 8].fill(0);
         }
-        self.buffers.concat()
+        let near = tape.near.iter().map(|(sums, ..)| std::mem::take(&mut self.buffers[sums.0]));
+        let near = near.collect::<Vec<_>>().concat();
+        [self.buffers.concat(), near]
     }
 
     pub(super) fn read<T: Element>(&self, buffer: Buffer) -> Vec<T> {

@@ -6,7 +6,7 @@ use super::exponential::exp;
 use super::norm::dot;
 use super::{empty, integers, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{Dispatch, check};
+use crate::ops::{ExpertRows, check};
 
 /// f32 in one pass; bf16 by libtorch's operators, which round after each step.
 pub(super) fn swiglu(x: &Tensor) -> Result<Tensor> {
@@ -98,7 +98,7 @@ impl<'a> Rows<'a> {
 }
 
 /// The rows of `x` and of `passed` that have a value, in f32.
-fn returned(x: &Tensor, by: &Dispatch, passed: Option<&Tensor>) -> Result<[Tensor; 2]> {
+fn returned(ExpertRows { x, by, passed, .. }: ExpertRows) -> Result<[Tensor; 2]> {
     let passed = match passed {
         Some(passed) => to_f32(&passed.f_narrow(0, by.computed, by.rows - by.computed)?)?,
         None => Tensor::f_zeros([1, x.size()[1]], (Kind::Float, x.device()))?,
@@ -106,26 +106,17 @@ fn returned(x: &Tensor, by: &Dispatch, passed: Option<&Tensor>) -> Result<[Tenso
     Ok([to_f32(&x.f_narrow(0, 0, by.computed)?)?, passed])
 }
 
-fn rows<'a>(
-    [x, rest]: &'a [Tensor; 2],
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-) -> Result<Rows<'a>> {
-    let (width, computed) = (x.size()[1] as usize, by.computed as usize);
-    let stride = if passed.is_some() { width } else { 0 };
+fn found<'a>([x, rest]: &'a [Tensor; 2], of: ExpertRows) -> Result<Rows<'a>> {
+    let (width, computed) = (x.size()[1] as usize, of.by.computed as usize);
+    let stride = if of.passed.is_some() { width } else { 0 };
     Ok(Rows { x: read(x)?, passed: read(rest)?, stride, computed, width })
 }
 
-pub(super) fn gather(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
-) -> Result<Tensor> {
-    let mut out = empty(&check::gather(x, by, passed, weight)?)?;
-    let (both, places) = (returned(x, by, passed)?, integers(&by.places)?);
-    gather_rows(rows(&both, by, passed)?, places, read(weight)?, write(&mut out)?);
-    Ok(out.f_to_kind(x.kind())?)
+pub(super) fn gather(rows: ExpertRows) -> Result<Tensor> {
+    let mut out = empty(&check::gather(rows)?)?;
+    let (both, places) = (returned(rows)?, integers(&rows.by.places)?);
+    gather_rows(found(&both, rows)?, places, read(rows.by_token)?, write(&mut out)?);
+    Ok(out.f_to_kind(rows.x.kind())?)
 }
 
 simd! {
@@ -138,24 +129,18 @@ simd! {
     }
 }
 
-pub(super) fn gather_backward(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
-    grad: &Tensor,
-) -> Result<[Tensor; 2]> {
-    let [tokens, width] = check::gather_backward(x, by, passed, weight, grad)?;
-    let (both, places) = (returned(x, by, passed)?, integers(&by.places)?);
-    let (mut out, mut weight_grad) = (empty(&[by.rows, width])?, empty(&[tokens, 1])?);
-    let [_, filled] = by.listed("gather_backward")?;
+pub(super) fn gather_backward(rows: ExpertRows, grad: &Tensor) -> Result<[Tensor; 2]> {
+    let [tokens, width] = check::gather_backward(rows, grad)?;
+    let (both, places) = (returned(rows)?, integers(&rows.by.places)?);
+    let (mut out, mut weight_grad) = (empty(&[rows.by.rows, width])?, empty(&[tokens, 1])?);
+    let [_, filled] = rows.by.listed("gather_backward")?;
     let values = write(&mut out)?;
     for row in integers(filled)? {
         values[*row as usize * width as usize..][..width as usize].fill(0.0);
     }
-    let (saved, grad) = ((rows(&both, by, passed)?, places, read(weight)?), to_f32(grad)?);
+    let (saved, grad) = ((found(&both, rows)?, places, read(rows.by_token)?), to_f32(grad)?);
     scatter_rows(saved, read(&grad)?, values, write(&mut weight_grad)?);
-    Ok([out.f_to_kind(x.kind())?, weight_grad])
+    Ok([out.f_to_kind(rows.x.kind())?, weight_grad])
 }
 
 simd! {

@@ -25,8 +25,8 @@ use tch::{Kind, Tensor};
 use super::shapes::note_attention;
 use super::{
     AdamWStep, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch,
-    NewtonSchulz, NormBack, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads,
-    ResidualGrads, ResidualScaling,
+    ExpertRows, HeadGrads, NewtonSchulz, NormBack, Ops, ParamGradient, QueriesAndKeys, QueryKey,
+    QueryKeyGrads, ResidualGrads, ResidualScaling,
 };
 use crate::shapes::note_matmul;
 use crate::{Result, ahead, product};
@@ -84,8 +84,14 @@ impl Ops for Cpu {
         dispatch::dispatch(choice, classes)
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
-        norm::rms_norm(x, weight, eps)
+    fn rms_norm(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f64,
+        kind: Kind,
+    ) -> Result<(Tensor, Tensor)> {
+        norm::rms_norm(x, weight, eps, kind)
     }
 
     fn rms_norm_backward(
@@ -118,8 +124,9 @@ impl Ops for Cpu {
         residual: &Tensor,
         by: ResidualScaling,
         norm: NormBack,
+        grad: &Tensor,
     ) -> Result<(ResidualGrads, ParamGradient)> {
-        norm::residual_norm_backward(branch, residual, by, norm)
+        norm::residual_norm_backward(branch, residual, by, norm, grad)
     }
 
     fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
@@ -145,7 +152,7 @@ impl Ops for Cpu {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: HeadGrads,
         kind: Kind,
     ) -> Result<QueryKeyGrads> {
         query_key::query_key_backward(raw, factors, by, grad, kind)
@@ -159,25 +166,12 @@ impl Ops for Cpu {
         experts::swiglu_backward(x, grad)
     }
 
-    fn gather(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-    ) -> Result<Tensor> {
-        experts::gather(x, by, passed, weight)
+    fn gather(&self, rows: ExpertRows) -> Result<Tensor> {
+        experts::gather(rows)
     }
 
-    fn gather_backward(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
-        experts::gather_backward(x, by, passed, weight, grad)
+    fn gather_backward(&self, rows: ExpertRows, grad: &Tensor) -> Result<[Tensor; 2]> {
+        experts::gather_backward(rows, grad)
     }
 
     fn adamw(

@@ -1,6 +1,6 @@
 //! Row-wise operations on matrices `[N, D]`: RMS norm, and a residual addition with scales and biases.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::{PARTS, empty, read, simd, to_f32, together, write};
 use crate::Result;
@@ -9,12 +9,17 @@ use crate::ops::{NormBack, ParamGradient, ResidualGrads, ResidualScaling, check}
 /// Number of rows whose sums over columns are kept in f32 before they are added to f64.
 const BLOCK: usize = 32;
 
-pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+pub(super) fn rms_norm(
+    x: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+    kind: Kind,
+) -> Result<(Tensor, Tensor)> {
     let [rows, width] = check::rms_norm(x, weight)?;
     let (mut out, mut factors) = (empty(&[rows, width])?, empty(&[rows, 1])?);
     let size = (eps as f32, width as usize);
     norm_rows(read(x)?, read(weight)?, size, write(&mut out)?, write(&mut factors)?);
-    Ok((out, factors))
+    Ok((out.f_to_kind(kind)?, factors))
 }
 
 simd! {
@@ -128,7 +133,12 @@ pub(super) fn residual_backward(
     );
     let [all, of_branch, of_residual] = columns.finish();
     let scaling = by.gradients(&all, &of_branch, &of_residual)?;
-    Ok(ResidualGrads { branch: to_branch.f_to_kind(kind)?, residual: to_residual, scaling })
+    Ok(ResidualGrads {
+        branch: to_branch.f_to_kind(kind)?,
+        gates: None,
+        residual: to_residual,
+        scaling,
+    })
 }
 
 simd! {
@@ -161,12 +171,13 @@ pub(super) fn residual_norm_backward(
     residual: &Tensor,
     by: ResidualScaling,
     norm: NormBack,
+    grad: &Tensor,
 ) -> Result<(ResidualGrads, ParamGradient)> {
-    let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
+    let [rows, width] = check::residual_norm_backward(branch, residual, by, norm, grad)?;
     let (kind, branch, width) = (branch.kind(), to_f32(branch)?, width as usize);
     let (mut to_branch, mut to_residual) = (empty(&residual.size())?, empty(&residual.size())?);
     let (mut of_norm, mut columns) = (Columns::<1>::new(width), Columns::<3>::new(width));
-    let grad = to_f32(norm.grad)?;
+    let grad = to_f32(grad)?;
     let (x, factors, grad) = (read(norm.x)?, read(norm.factors)?, read(&grad)?);
     let (weight, beside) = (read(norm.weight)?, norm.beside.map(read).transpose()?);
     let (branch, stream) = (read(&branch)?, read(residual)?);
@@ -188,7 +199,7 @@ pub(super) fn residual_norm_backward(
     let ([weight], [all, of_branch, of_residual]) = (of_norm.finish(), columns.finish());
     let scaling = by.gradients(&all, &of_branch, &of_residual)?;
     let to_branch = to_branch.f_to_kind(kind)?;
-    let grads = ResidualGrads { branch: to_branch, residual: to_residual, scaling };
+    let grads = ResidualGrads { branch: to_branch, gates: None, residual: to_residual, scaling };
     Ok((grads, ParamGradient::Made(weight)))
 }
 

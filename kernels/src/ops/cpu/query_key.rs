@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::norm::{Columns, dot};
 use super::{apart, empty, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
+use crate::ops::{HeadGrads, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
 
 /// Smallest length that a vector is divided by.
 const LEAST: f32 = f32::EPSILON;
@@ -89,9 +89,10 @@ pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    mut grad: Tensor,
+    grad: HeadGrads,
     kind: Kind,
 ) -> Result<QueryKeyGrads> {
+    let mut grad = grad.stacked()?;
     let (call, [_, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     apart(call, &[&grad], &[raw, factors, by.temperature, by.angles[0], by.angles[1]])?;
     let shape = by.shape.map(|size| size as usize);

@@ -4,15 +4,15 @@
 use tch::{Kind, Tensor};
 
 use super::Queue;
-use super::rows::tiles;
 use crate::Result;
 use crate::device::additions::{self, Addition, Operand};
 use crate::ops::call::Call;
 use crate::ops::operands::BandSum;
 use crate::ops::{BandSums, ExpertGradient, ParamGradient};
 
-/// Numbers in a row of the table (`Unfinished` in `finish.h`).
+/// Numbers in a row of the table (`Unfinished` in `finish.h`), and columns of a block.
 const ROW: i64 = 6;
+const COLUMNS: i64 = 32;
 
 impl ParamGradient {
     /// One of its tensors, which shows the device.
@@ -34,12 +34,19 @@ struct Unfinished {
 impl Unfinished {
     /// Adds a sum over bands, for every `stride`-th column.
     fn sum(&mut self, bands: &BandSum, place: i64, stride: i64) -> Result<()> {
-        let BandSum { partial, other, factor } = bands;
-        let [bands, width] = Call("finish").matrix("bands", partial)?;
-        let [other, factor] = [other, factor].map(|tensor| tensor.as_ref().map_or(0, address));
-        self.rows.extend([address(partial), other, factor, place]);
+        let BandSum { partial, which, other, factor } = bands;
+        let call = Call("finish");
+        let [stack, bands, width] = call.sizes("bands", partial)?;
+        if [Some(*which), *other].into_iter().flatten().any(|which| !(0..stack).contains(&which)) {
+            let (found, wanted) = (format!("{which} and {other:?}"), format!("below {stack}"));
+            return Err(call.refuse("which", found, wanted));
+        }
+        let begin = address(partial);
+        let of_stack = |which: i64| begin + 4 * bands * width * which;
+        let (other, factor) = (other.map_or(0, of_stack), factor.as_ref().map_or(0, address));
+        self.rows.extend([of_stack(*which), other, factor, place]);
         self.rows.extend([bands | width << 32, stride | self.blocks << 32]);
-        self.blocks += tiles(width);
+        self.blocks += (width + COLUMNS - 1) / COLUMNS;
         Ok(())
     }
 }

@@ -5,7 +5,7 @@
 //! key, so a part of a document, with the keys before it, needs no mask of its own. The determinism switches select the
 //! deterministic backward pass. It adds the gradients of queries in a number of parts that depends on how many
 //! documents a call has and on the size of the device, so the bits depend on all documents of the call. Gradients come
-//! in bf16 and are converted to f32.
+//! in bf16.
 //!
 //! The default from NVIDIA compute capability 8.0 on. AMD's half of libtorch has another implementation, whose masks
 //! begin at the first key: there it is used only if [`ATTENTION`] requests it, and for whole documents without a window
@@ -21,7 +21,7 @@ use torch_sys::C_tensor;
 use super::Queue;
 use super::choice::{ATTENTION, capability};
 use crate::ops::call::Call;
-use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, check};
+use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, HeadGrads, check};
 use crate::shim::guarded;
 use crate::{Error, Result};
 
@@ -143,6 +143,26 @@ pub(super) fn attention_backward(
     out: AttentionGrads,
 ) -> Result<()> {
     check::attention_backward(by, grad, out)?;
+    let made = gradients(by, saved, grad)?;
+    for (out, made) in [out.query, out.key, out.value].into_iter().zip(made) {
+        out.shallow_clone().f_copy_(&made)?;
+    }
+    Ok(())
+}
+
+pub(super) fn attention_backward_whole(
+    by: Attention,
+    saved: &[[Tensor; 2]],
+    grad: &Tensor,
+) -> Result<(HeadGrads, Tensor)> {
+    check::attention_gradient(by, grad)?;
+    let [query, key, value] = gradients(by, saved, grad)?;
+    // Laid out as its operands are, so none is copied.
+    Ok((HeadGrads::Apart([query.f_contiguous()?, key.f_contiguous()?]), value.f_contiguous()?))
+}
+
+/// The gradients in the shapes of queries, keys and values, bf16.
+fn gradients(by: Attention, saved: &[[Tensor; 2]], grad: &Tensor) -> Result<[Tensor; 3]> {
     let [[heads, logs], [ends, seed], [offset, _]] = saved else {
         return Err(check::not_its_own(saved));
     };
@@ -169,8 +189,9 @@ pub(super) fn attention_backward(
         None,
     )
     .map_err(Error::from)?;
-    out.query.shallow_clone().f_copy_(&to_query.f_transpose(0, 1)?)?;
-    out.key.shallow_clone().f_copy_(&to_key.f_transpose(0, 1)?)?;
-    out.value.shallow_clone().f_copy_(&to_value.f_reshape(out.value.size())?)?;
-    Ok(())
+    Ok([
+        to_query.f_transpose(0, 1)?,
+        to_key.f_transpose(0, 1)?,
+        to_value.f_reshape(by.value.size())?,
+    ])
 }

@@ -12,29 +12,42 @@ use super::choice::{GROUPED, capability};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::call::Call;
-use crate::ops::{Dispatch, ExpertGradient, ParamGradient, check};
+use crate::ops::{Dispatch, ExpertGradient, ExpertInput, ParamGradient, check};
 
-/// Rows and columns of a block (`SIDE` in `products.h`).
-const SIDE: i64 = 64;
-
-/// Widths must be multiples of this for libtorch's grouped matmul, in bf16: 16 bytes.
-const ALIGNED: i64 = 8;
+/// Rows and columns of a block: `LARGE` in `products.h`, `BROAD` in `grouped.h`.
+const SIDE: i64 = 128;
 
 fn tiles(size: i64) -> i64 {
     (size + SIDE - 1) / SIDE
 }
+
+/// Widths must be multiples of this for libtorch's grouped matmul, in bf16: 16 bytes.
+const ALIGNED: i64 = 8;
 
 /// Whether libtorch has a single-kernel grouped matmul for this architecture: `sm_90` to `sm_109`.
 fn has_grouped(architecture: &str) -> bool {
     capability(architecture).is_some_and(|number| [9, 10].contains(&(number / 10)))
 }
 
-fn by_library(queue: &Queue, wanted: Option<bool>, x: &Tensor, widths: [i64; 2]) -> bool {
-    // libtorch may read the offsets, and without numbers there are none.
-    queue.launches()
-        && x.kind() == Kind::BFloat16
+/// Whether libtorch's is chosen for these widths. Tensors without numbers stand for a GPU where it is, as its results
+/// need more memory.
+fn library_is_chosen(queue: &Queue, wanted: Option<bool>, kind: Kind, widths: &[i64]) -> bool {
+    let usual = || !queue.launches() || has_grouped(queue.architecture());
+    kind == Kind::BFloat16
         && widths.iter().all(|width| width % ALIGNED == 0)
-        && wanted.or_else(|| GROUPED.known()).unwrap_or_else(|| has_grouped(queue.architecture()))
+        && wanted.or_else(|| GROUPED.known()).unwrap_or_else(usual)
+}
+
+/// Whether libtorch multiplies: it may read the offsets, and without numbers there are none.
+fn by_library(queue: &Queue, wanted: Option<bool>, x: &Tensor, widths: [i64; 2]) -> bool {
+    queue.launches() && library_is_chosen(queue, wanted, x.kind(), &widths)
+}
+
+/// Whether our matmuls read rows of tokens and compute SwiGLU: in bf16, where libtorch's are not chosen for matrices as
+/// wide as `x`.
+pub(super) fn fuses(queue: &Queue, wanted: Option<bool>, x: &Tensor) -> bool {
+    let widths = &x.size()[1..];
+    x.kind() == Kind::BFloat16 && !library_is_chosen(queue, wanted, x.kind(), widths)
 }
 
 /// `rows weights` of each expert by libtorch, which leaves results of experts without rows undefined.
@@ -57,7 +70,8 @@ pub(super) fn matmul(
     }
     let out = queue.room(&[by.rows, width], rows.kind())?;
     let kernel = by_kind(rows, [c"grouped_f32", c"grouped_bf16"]);
-    launch(queue, kernel, [rows, weights, ends, &out], by, [inner, width])?;
+    let memory = [rows, weights, ends, &out].map(Argument::from);
+    launch(queue, kernel, &memory, by, [inner, width], blocks(by, width))?;
     Ok(out)
 }
 
@@ -75,21 +89,81 @@ pub(super) fn input(
     }
     let out = queue.room(&[by.rows, width], grad.kind())?;
     let kernel = by_kind(grad, [c"grouped_input_f32", c"grouped_input_bf16"]);
-    launch(queue, kernel, [grad, weights, ends, &out], by, [inner, width])?;
+    let memory = [grad, weights, ends, &out].map(Argument::from);
+    launch(queue, kernel, &memory, by, [inner, width], blocks(by, width))?;
     Ok(out)
 }
 
-/// With the maximum number of row tiles: each expert may have one that is partially filled.
+/// Tiles for so many columns, with the maximum number of row tiles: each expert may have one that is partially filled.
+fn blocks(by: &Dispatch, columns: i64) -> i64 {
+    (by.rows / SIDE + by.experts) * tiles(columns)
+}
+
 fn launch(
     queue: &Queue,
     kernel: &std::ffi::CStr,
-    memory: [&Tensor; 4],
+    memory: &[Argument],
     by: &Dispatch,
     [inner, width]: [i64; 2],
+    blocks: i64,
 ) -> Result<()> {
-    let blocks = (by.rows / SIDE + by.experts) * tiles(width);
     let sizes = [by.experts, inner, width].map(Argument::from);
-    queue.launch(kernel, blocks, &[&memory.map(Argument::from)[..], &sizes].concat())
+    queue.launch(kernel, blocks, &[memory, &sizes].concat())
+}
+
+/// Rows as a kernel reads them, and their order: `None` if they are in the order of experts.
+fn read<'a>(
+    call: &Call,
+    rows: &'a ExpertInput,
+    by: &'a Dispatch,
+) -> Result<(&'a Tensor, Option<&'a Tensor>)> {
+    match rows {
+        ExpertInput::Sorted(rows) => Ok((rows, None)),
+        ExpertInput::Tokens(x) => {
+            let width = call.matrix("rows", x)?[1];
+            call.float("rows", x, &[by.places.size()[0], width])?;
+            Ok((x, Some(by.marked(call.0)?)))
+        }
+    }
+}
+
+pub(super) fn swiglu(
+    queue: &Queue,
+    rows: &ExpertInput,
+    weights: &Tensor,
+    by: &Dispatch,
+) -> Result<[Tensor; 2]> {
+    let call = Call("grouped_swiglu");
+    let (x, order) = read(&call, rows, by)?;
+    let [both, inner] = match order {
+        Some(_) => check::expert_weights(&call, by, x, weights, [1, 2])?,
+        None => check::grouped(&call, by, x, weights, [1, 2])?,
+    };
+    let width = both / 2;
+    call.float("weights", weights, &[by.experts, 2 * width, inner])?;
+    let [both, product] = [2 * width, width].map(|width| queue.room(&[by.rows, width], x.kind()));
+    let (both, product) = (both?, product?);
+    let order = order.map_or(Argument::Nothing, Argument::from);
+    let rest = [weights, by.ends(call.0)?, &both, &product].map(Argument::from);
+    let memory = [&[x.into(), order][..], &rest].concat();
+    let blocks = blocks(by, 2 * width);
+    launch(queue, c"grouped_swiglu_bf16", &memory, by, [inner, width], blocks)?;
+    Ok([both, product])
+}
+
+pub(super) fn swiglu_backward(
+    queue: &Queue,
+    [grad, weights, x]: [&Tensor; 3],
+    by: &Dispatch,
+) -> Result<Tensor> {
+    let call = Call("grouped_swiglu_backward");
+    let [width, inner] = check::grouped(&call, by, grad, weights, [2, 1])?;
+    call.is("x", x, &[by.rows, 2 * width], &[grad.kind()])?;
+    let out = queue.room(&[by.rows, 2 * width], grad.kind())?;
+    let memory = [grad, weights, by.ends(call.0)?, x, &out].map(Argument::from);
+    let blocks = blocks(by, width);
+    launch(queue, c"grouped_swiglu_backward_bf16", &memory, by, [inner, width], blocks)?;
+    Ok(out)
 }
 
 pub(super) fn weights(
@@ -105,12 +179,40 @@ pub(super) fn weights(
         let made = library(&grad.f_tr()?, rows, ends, by.experts)?.f_contiguous()?;
         return Ok(ParamGradient::Experts(ExpertGradient { made, ends: ends.shallow_clone() }));
     }
+    let order = [Argument::Nothing];
+    launch_weights(queue, [grad, rows], if rows.kind() == Kind::Float { &[] } else { &order }, by)
+}
+
+/// The same for rows of tokens, `[N, D]` in bf16.
+pub(super) fn weights_of_tokens(
+    queue: &Queue,
+    [grad, rows]: [&Tensor; 2],
+    by: &Dispatch,
+) -> Result<ParamGradient> {
+    let call = Call("grouped_matmul_weights");
+    let [count, height] = call.matrix("grad", grad)?;
+    call.float("grad", grad, &[count.max(by.computed), height])?;
+    let width = call.matrix("rows", rows)?[1];
+    call.is("rows", rows, &[by.places.size()[0], width], &[grad.kind()])?;
+    let order = [by.marked(call.0)?.into()];
+    launch_weights(queue, [grad, rows], &order, by)
+}
+
+/// The kernel in bf16 has an order of rows.
+fn launch_weights(
+    queue: &Queue,
+    [grad, rows]: [&Tensor; 2],
+    order: &[Argument],
+    by: &Dispatch,
+) -> Result<ParamGradient> {
+    let [height, width] = [grad.size()[1], rows.size()[1]];
     let out = queue.room(&[by.experts, height, width], rows.kind())?;
     let kernel = by_kind(rows, [c"grouped_weights_f32", c"grouped_weights_bf16"]);
-    let memory = [grad, rows, ends, &out].map(Argument::from);
+    let rest = [by.ends("grouped_matmul_weights")?, &out].map(Argument::from);
     let sizes = [height, width].map(Argument::from);
     let blocks = by.experts * tiles(height) * tiles(width);
-    queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
+    let operands = [grad, rows].map(Argument::from);
+    queue.launch(kernel, blocks, &[&operands[..], order, &rest, &sizes].concat())?;
     Ok(out.into())
 }
 

@@ -5,7 +5,10 @@ use tch::{Kind, Tensor};
 use super::rows::{banded, bands, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
-use crate::ops::{ConvShift, ConvShiftGrads, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
+use crate::ops::call::Call;
+use crate::ops::{
+    ConvShift, ConvShiftGrads, HeadGrads, QueriesAndKeys, QueryKey, QueryKeyGrads, check,
+};
 
 /// A number of rows that means all rows (`EVERY` in `conv.h`).
 const EVERY: i64 = u32::MAX as i64;
@@ -60,8 +63,8 @@ pub(super) fn conv_shift_backward(
     let sizes = sizes([rows, columns], by);
     let arguments = [&memory[..], &listed(by.starts), &counted, &rest, &sizes].concat();
     queue.launch(kernel, by_fours(columns, bands(rows)), &arguments)?;
-    let weights = of_bands(&partial, &[0, 1], &[channels, 1, 2])?;
-    Ok(ConvShiftGrads { input, weights, bias: of_bands(&partial, &[2], &[channels])? })
+    let weights = of_bands(&partial, &[0, 1], &[channels, 1, 2]);
+    Ok(ConvShiftGrads { input, weights, bias: of_bands(&partial, &[2], &[channels]) })
 }
 
 pub(super) fn query_key(
@@ -94,10 +97,20 @@ pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    grad: Tensor,
+    grad: HeadGrads,
     kind: Kind,
 ) -> Result<QueryKeyGrads> {
+    // Gradients in bf16 are converted into memory of f32, where the others are.
+    let (grad, given) = match grad {
+        HeadGrads::Stacked(grad) => (grad, None),
+        HeadGrads::Apart(parts) => (queue.room(&raw.size(), Kind::Float)?, Some(parts)),
+    };
     let (_, [heads, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
+    if let Some([queries, keys]) = &given {
+        let call = Call("query_key_backward");
+        call.is("grad", queries, &[by.shape[0], tokens, width], &[Kind::BFloat16])?;
+        call.is("grad", keys, &[by.shape[1], tokens, width], &[Kind::BFloat16])?;
+    }
     let ([queries, keys, _], channels) = (by.shape, heads * width);
     let means = queue.room(&[tokens, channels], Kind::Float)?;
     let [bias, temperature] = [channels, keys].map(|width| banded(queue, [1, tokens, width]));
@@ -109,12 +122,14 @@ pub(super) fn query_key_backward(
         kind => Some(queue.room(&grad.size(), kind)?),
     };
     let narrow = rounded.as_ref().map_or(Argument::Nothing, Argument::from);
+    let given =
+        given.as_ref().map_or([Argument::Nothing; 2], |parts| parts.each_ref().map(Argument::from));
     let out = [(&grad).into(), narrow, (&means).into(), (&bias).into(), (&temperature).into()];
     let sizes = [tokens, queries, keys, width, cosines.size()[1]].map(Argument::from);
-    let arguments = [&memory[..], &out, &sizes].concat();
+    let arguments = [&memory[..], &given, &out, &sizes].concat();
     queue.launch(c"query_key_backward", keys * bands(tokens), &arguments)?;
-    let temperature = of_bands(&temperature, &[0], &[keys])?;
-    let (raw, bias) = (rounded.unwrap_or(grad), of_bands(&bias, &[0], &[channels])?);
+    let temperature = of_bands(&temperature, &[0], &[keys]);
+    let (raw, bias) = (rounded.unwrap_or(grad), of_bands(&bias, &[0], &[channels]));
     Ok(QueryKeyGrads { raw, means, temperature, bias })
 }
 

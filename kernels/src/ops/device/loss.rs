@@ -71,22 +71,11 @@ impl<'a> Chunk<'a> {
         self.queue.launch(kernel, labels.size()[0], &[&memory[..], &numbers].concat())
     }
 
-    /// `out = x mask / divisor`, row by row; `out` may be `x`.
-    fn scaled(&self, x: &Tensor, out: &Tensor, divisor: f64) -> Result<()> {
-        let kernel = match x.kind() == out.kind() {
-            true => by_kind(x, [c"scale_rows_f32", c"scale_rows_bf16"]),
-            false => c"scale_rows_narrow",
-        };
-        let memory = [x, &self.mask, out].map(Argument::from);
-        let sizes = [(divisor as f32).into(), x.size()[1].into()];
-        self.queue.launch(kernel, x.size()[0], &[&memory[..], &sizes].concat())
-    }
-
-    /// The gradient of the rows from those of the logits; parts of several shards are added before rounding.
+    /// The gradient of the rows from those of the logits, to be scaled. Parts of several shards are added and scaled
+    /// before rounding.
     fn to_rows(&self, out: &Tensor, divisor: f64) -> Result<()> {
         if self.by.shards == 1 {
-            self.ops.matmul_into(out, &self.logits, self.by.weights)?;
-            return self.scaled(out, out, divisor);
+            return self.ops.matmul_into(out, &self.logits, self.by.weights);
         }
         let mut sum = Counter::new();
         for shard in shards(self.by) {
@@ -94,7 +83,7 @@ impl<'a> Chunk<'a> {
             sum.push(self.ops.matmul_part(&slopes, &narrow(self.by.weights, 0, &shard)?)?)?;
         }
         let sum = sum.finish()?.ok_or_else(|| super::unreached("cross_entropy_backward"))?;
-        self.scaled(&sum, out, divisor)
+        scaled(self.queue, [&sum, &self.mask, out], divisor)
     }
 
     /// Adds the gradient of the weights from `rows`, which are scaled by mask and divisor.
@@ -109,6 +98,17 @@ impl<'a> Chunk<'a> {
         }
         Ok(())
     }
+}
+
+/// `out = x mask / divisor`, row by row; `out` may be `x`.
+fn scaled(queue: &Queue, [x, mask, out]: [&Tensor; 3], divisor: f64) -> Result<()> {
+    let kernel = match x.kind() == out.kind() {
+        true => by_kind(x, [c"scale_rows_f32", c"scale_rows_bf16"]),
+        false => c"scale_rows_narrow",
+    };
+    let memory = [x, mask, out].map(Argument::from);
+    let sizes = [(divisor as f32).into(), x.size()[1].into()];
+    queue.launch(kernel, x.size()[0], &[&memory[..], &sizes].concat())
 }
 
 pub(super) fn cross_entropy(queue: &Queue, ops: &dyn Ops, by: CrossEntropy) -> Result<Tensor> {
@@ -130,7 +130,10 @@ pub(super) fn cross_entropy_backward(
     let [tokens, _] = check::cross_entropy(by)?;
     let float = (Kind::Float, queue.device());
     let weights = by.weights.f_new_zeros(by.weights.size(), float)?;
+    // The mask and the divisor scale the narrow operand: rows of D numbers, not of V. The scaled rows are where the
+    // gradient of the rows replaces them, chunk by chunk.
     let hidden = by.hidden.f_empty_like()?;
+    scaled(queue, [by.hidden, by.mask, &hidden], divisor)?;
     let losses = queue.room(&[tokens], Kind::Float)?;
     let z_losses = composed::z_space(by, tokens)?;
     for start in (0..tokens).step_by(by.chunk as usize) {
@@ -140,11 +143,12 @@ pub(super) fn cross_entropy_backward(
         if let Some(z_losses) = &z_losses {
             composed::z_into(&part(z_losses)?, by, &chunk.log_sum, &chunk.mask)?;
         }
-        // The mask and the divisor scale the narrow operand: rows of D numbers, not of V.
-        let scaled = chunk.rows.f_empty_like()?;
-        chunk.scaled(&chunk.rows, &scaled, divisor)?;
-        chunk.to_rows(&part(&hidden)?, divisor)?;
-        chunk.add_weights(&weights, &scaled)?;
+        let own = part(&hidden)?;
+        chunk.add_weights(&weights, &own)?;
+        chunk.to_rows(&own, divisor)?;
+    }
+    if by.shards == 1 {
+        scaled(queue, [&hidden, by.mask, &hidden], divisor)?;
     }
     Ok(CrossEntropyGrads { losses, z_losses, hidden, weights })
 }

@@ -12,6 +12,7 @@ mod grouped;
 mod heads;
 mod loss;
 pub(super) mod newton_schulz;
+mod routed;
 mod router;
 mod rows;
 mod spans;
@@ -27,9 +28,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{
     AdamWStep, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, NewtonSchulz, NormBack, Ops, ParamGradient, QueriesAndKeys,
-    QueryKey, QueryKeyGrads, REFERENCE, ResidualGrads, ResidualScaling, RouterGrads, RouterSaved,
-    RouterWeights, Routes, Update, UpdateRule,
+    CrossEntropyGrads, Dispatch, ExpertInput, ExpertRows, HeadGrads, NewtonSchulz, NormBack, Ops,
+    ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, REFERENCE, ResidualGrads,
+    ResidualScaling, RouterGrads, RouterSaved, RouterWeights, Routes, Update, UpdateRule, composed,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -61,8 +62,11 @@ impl DeviceTable {
 
     /// A table that launches elsewhere.
     #[cfg(test)]
-    pub(super) const fn on(queue: fn(Device) -> Result<Queue>) -> DeviceTable {
-        DeviceTable { queue, ..DeviceTable::GPU }
+    pub(super) const fn on(
+        queue: fn(Device) -> Result<Queue>,
+        grouped: Option<bool>,
+    ) -> DeviceTable {
+        DeviceTable { queue, grouped, ..DeviceTable::GPU }
     }
 
     fn at(&self, tensor: &Tensor) -> Result<Queue> {
@@ -93,10 +97,10 @@ fn unreached(operation: &'static str) -> Error {
     Error::Foreign { call: operation, reason: "it has no answer".to_owned() }
 }
 
-/// Launches a kernel over the elements of a matrix; its last parameters are the size.
+/// Launches a kernel over each four columns of a matrix; its last parameters are the size.
 fn each(queue: &Queue, kernel: &CStr, [rows, width]: [i64; 2], memory: &[Argument]) -> Result<()> {
     let arguments = [memory, &[rows.into(), width.into()]].concat();
-    queue.launch(kernel, blocks(rows, width)?, &arguments)
+    queue.launch(kernel, blocks(rows, (width + 3) / 4 * 4)?, &arguments)
 }
 
 /// The kernel for f32 or the one for bf16.
@@ -107,7 +111,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for DeviceTable {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 9, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 11, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -145,6 +149,18 @@ impl Ops for DeviceTable {
         match flash::takes(&queue, self.attention, by) {
             true => flash::attention_backward(by, &saved, grad, out),
             false => spans::attention_backward(&queue, by, &saved, grad, out),
+        }
+    }
+
+    fn attention_backward_whole(
+        &self,
+        by: Attention,
+        saved: Vec<[Tensor; 2]>,
+        grad: &Tensor,
+    ) -> Result<(HeadGrads, Tensor)> {
+        match flash::takes(&self.at(by.query)?, self.attention, by) {
+            true => flash::attention_backward_whole(by, &saved, grad),
+            false => composed::attention_backward_whole(self, by, saved, grad),
         }
     }
 
@@ -191,7 +207,12 @@ impl Ops for DeviceTable {
     }
 
     fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch> {
-        tokens::dispatch(&self.at(choice)?, choice, classes)
+        tokens::dispatch(&self.at(choice)?, choice, None, classes)
+    }
+
+    fn dispatch_routes(&self, routes: &Routes, classes: i64) -> Result<Dispatch> {
+        let counts = routes.counts.as_ref();
+        tokens::dispatch(&self.at(&routes.choice)?, &routes.choice, counts, classes)
     }
 
     fn permute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
@@ -214,20 +235,54 @@ impl Ops for DeviceTable {
     fn grouped_matmul_weights(
         &self,
         grad: &Tensor,
-        rows: &Tensor,
+        rows: &ExpertInput,
         by: &Dispatch,
     ) -> Result<ParamGradient> {
-        grouped::weights(&self.at(rows)?, self.grouped, [grad, rows], by)
+        let queue = self.at(grad)?;
+        match rows {
+            ExpertInput::Tokens(rows) if rows.kind() == Kind::BFloat16 => {
+                grouped::weights_of_tokens(&queue, [grad, rows], by)
+            }
+            rows => grouped::weights(&queue, self.grouped, [grad, &rows.sorted(self, by)?], by),
+        }
     }
 
-    fn unpermute(
+    fn expert_input(&self, x: &Tensor, by: &Dispatch) -> Result<ExpertInput> {
+        match grouped::fuses(&self.at(x)?, self.grouped, x) {
+            true => Ok(ExpertInput::Tokens(x.shallow_clone())),
+            false => Ok(ExpertInput::Sorted(self.permute(x, by)?)),
+        }
+    }
+
+    fn grouped_swiglu(
         &self,
+        rows: &ExpertInput,
+        weights: &Tensor,
+        by: &Dispatch,
+    ) -> Result<[Tensor; 2]> {
+        let queue = self.at(weights)?;
+        match grouped::fuses(&queue, self.grouped, weights) {
+            true => grouped::swiglu(&queue, rows, weights, by),
+            false => composed::grouped_swiglu(self, rows, weights, by),
+        }
+    }
+
+    fn grouped_swiglu_backward(
+        &self,
+        grad: &Tensor,
+        weights: &Tensor,
         x: &Tensor,
         by: &Dispatch,
-        passed: Option<&Tensor>,
-        beside: &Tensor,
     ) -> Result<Tensor> {
-        tokens::unpermute(&self.at(x)?, x, by, passed, beside)
+        let queue = self.at(grad)?;
+        match grouped::fuses(&queue, self.grouped, grad) {
+            true => grouped::swiglu_backward(&queue, [grad, weights, x], by),
+            false => composed::grouped_swiglu_backward(self, grad, weights, x, by),
+        }
+    }
+
+    fn unpermute(&self, rows: ExpertRows) -> Result<Tensor> {
+        tokens::unpermute(&self.at(rows.x)?, rows)
     }
 
     fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
@@ -238,8 +293,14 @@ impl Ops for DeviceTable {
         loss::cross_entropy_backward(&self.at(by.hidden)?, self, by, divisor)
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
-        rows::rms_norm(&self.at(x)?, x, weight, eps)
+    fn rms_norm(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f64,
+        kind: Kind,
+    ) -> Result<(Tensor, Tensor)> {
+        rows::rms_norm(&self.at(x)?, x, weight, eps, kind)
     }
 
     fn rms_norm_backward(
@@ -299,8 +360,56 @@ impl Ops for DeviceTable {
         residual: &Tensor,
         by: ResidualScaling,
         norm: NormBack,
+        grad: &Tensor,
     ) -> Result<(ResidualGrads, ParamGradient)> {
-        rows::residual_norm_backward(&self.at(branch)?, branch, residual, by, norm)
+        rows::residual_norm_backward(&self.at(branch)?, branch, residual, by, norm, grad)
+    }
+
+    fn residual_norm_gathered(
+        &self,
+        branch: ExpertRows,
+        residual: &Tensor,
+        by: ResidualScaling,
+        weight: &Tensor,
+        eps: f64,
+    ) -> Result<[Tensor; 3]> {
+        if !routed::fits(branch, &[Some(residual)]) {
+            return composed::residual_norm_gathered(self, branch, residual, by, weight, eps);
+        }
+        routed::residual_norm_gathered(&self.at(residual)?, branch, residual, by, weight, eps)
+    }
+
+    fn residual_norm_gathered_backward(
+        &self,
+        branch: ExpertRows,
+        residual: &Tensor,
+        by: ResidualScaling,
+        norm: NormBack,
+        grad: &Tensor,
+    ) -> Result<(ResidualGrads, ParamGradient)> {
+        if !routed::fits(branch, &[Some(residual), Some(grad), norm.beside]) {
+            return composed::residual_norm_gathered_backward(
+                self, branch, residual, by, norm, grad,
+            );
+        }
+        let queue = self.at(residual)?;
+        routed::residual_norm_gathered_backward(&queue, branch, residual, by, norm, grad)
+    }
+
+    fn residual_norm_unpermuted_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: ResidualScaling,
+        norm: NormBack,
+        grad: ExpertRows,
+    ) -> Result<(ResidualGrads, ParamGradient)> {
+        if !routed::fits(grad, &[Some(branch), Some(residual), Some(grad.by_token), norm.beside]) {
+            let grad = self.unpermute(grad)?;
+            return self.residual_norm_backward(branch, residual, by, norm, &grad);
+        }
+        let queue = self.at(residual)?;
+        routed::residual_norm_unpermuted_backward(&queue, branch, residual, by, norm, grad)
     }
 
     fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
@@ -326,7 +435,7 @@ impl Ops for DeviceTable {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: HeadGrads,
         kind: Kind,
     ) -> Result<QueryKeyGrads> {
         heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad, kind)
@@ -340,25 +449,12 @@ impl Ops for DeviceTable {
         heads::swiglu_backward(&self.at(x)?, x, grad)
     }
 
-    fn gather(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-    ) -> Result<Tensor> {
-        tokens::gather(&self.at(x)?, x, by, passed, weight)
+    fn gather(&self, rows: ExpertRows) -> Result<Tensor> {
+        tokens::gather(&self.at(rows.x)?, rows)
     }
 
-    fn gather_backward(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
-        tokens::gather_backward(&self.at(x)?, x, by, passed, weight, grad)
+    fn gather_backward(&self, rows: ExpertRows, grad: &Tensor) -> Result<[Tensor; 2]> {
+        tokens::gather_backward(&self.at(rows.x)?, rows, grad)
     }
 
     fn adamw(

@@ -1,24 +1,27 @@
-//! The router and the elementwise parts between its matmuls.
+//! The router: one launch each way between the matmuls of its input, which a library computes.
+
+use std::ffi::CStr;
 
 use tch::{Kind, Tensor};
 
-use super::rows::{banded, bands, lanes, of_bands};
-use super::{Argument, Queue, by_kind, each};
+use super::rows::{bands, of_bands};
+use super::{Argument, Queue};
 use crate::Result;
-use crate::ops::operands::HiddenInputs;
-use crate::ops::{ParamGradient, RouterGrads, RouterSaved, RouterWeights, Routes, check};
+use crate::ops::operands::RouterHidden;
+use crate::ops::{
+    ParamGradient, REFERENCE, RouterGrads, RouterSaved, RouterWeights, Routes, check,
+};
 
-/// `out = gelu(x + bias)`.
-fn gelu(queue: &Queue, x: &Tensor, bias: &Tensor, out: &Tensor) -> Result<()> {
-    let [rows, width] = [x.size()[0], x.size()[1]];
-    let memory = [x, bias, out].map(Argument::from);
-    let arguments = [&memory[..], &[rows.into(), width.into()]].concat();
-    queue.launch(c"bias_gelu", patches(rows, width), &arguments)
+/// Dimensions of the widest router that our kernels compute, in one of two sizes; libtorch's operators compute others.
+const WIDEST: [i64; 2] = [128, 256];
+
+/// The kernel for a router of `size` dimensions.
+fn by_size(size: i64, [usual, wide]: [&'static CStr; 2]) -> &'static CStr {
+    if size <= WIDEST[0] { usual } else { wide }
 }
 
-/// Blocks that have 32 columns of a band each.
-fn patches(rows: i64, width: i64) -> i64 {
-    bands(rows) * ((width + 31) / 32)
+fn or_nothing(tensor: Option<&Tensor>) -> Argument<'_> {
+    tensor.map_or(Argument::Nothing, Argument::from)
 }
 
 pub(super) fn router(
@@ -29,66 +32,41 @@ pub(super) fn router(
     balance: &Tensor,
 ) -> Result<(Routes, RouterSaved)> {
     check::router(by, x, before, balance)?;
-    let [rows, size] = [x.size()[0], by.down.size()[0]];
+    let [rows, size, classes] = [x.size()[0], by.down.size()[0], by.out.size()[0]];
+    if size > WIDEST[1] {
+        return REFERENCE.router(by, x, before, balance);
+    }
     let projected = x.f_matmul(&by.down.f_tr()?)?;
     let state = match projected.kind() {
         Kind::Float => projected.shallow_clone(),
         _ => queue.room(&[rows, size], Kind::Float)?,
     };
-    let (decay, entered) = match (by.decay, before) {
-        (Some(decay), Some(before)) => (Argument::from(decay), Argument::from(before)),
-        _ => (Argument::Nothing, Argument::Nothing),
-    };
-    let inputs = queue.room(&[2, rows, size], Kind::Float)?;
-    let (normed, first_out) = (inputs.f_get(0)?, inputs.f_get(1)?);
-    let factors = queue.room(&[rows, 1], Kind::Float)?;
-    let kernel = by_kind(&projected, [c"router_norm_f32", c"router_norm_bf16"]);
-    let memory = [&projected, &state, by.down_bias].map(Argument::from);
-    let memory = [&memory[..], &[entered, decay, by.norm.into()]].concat();
-    let out = [(&normed).into(), (&factors).into()];
-    let sizes = [rows.into(), size.into(), (by.eps as f32).into()];
-    queue.launch(kernel, lanes(rows), &[&memory[..], &out, &sizes].concat())?;
-    let first = normed.f_matmul(&by.fc1.f_tr()?)?;
-    gelu(queue, &first, by.fc1_bias, &first_out)?;
-    let second = first_out.f_matmul(&by.fc2.f_tr()?)?;
-    let second_out = queue.room(&[rows, size], Kind::Float)?;
-    gelu(queue, &second, by.fc2_bias, &second_out)?;
-    let logits = second_out.f_matmul(&by.out.f_tr()?)?;
-    let classes = logits.size()[1];
+    let (decay, entered) = by.decay.zip(before).unzip();
+    let hidden = queue.room(&[2, rows, size], Kind::Float)?;
     let probabilities = queue.room(&[rows, classes], Kind::Float)?;
-    let (choice, weight) =
-        (queue.room(&[rows], Kind::Int64)?, queue.room(&[rows, 1], Kind::Float)?);
-    let memory = [&logits, balance, &probabilities, &choice, &weight].map(Argument::from);
-    let sizes = [rows.into(), classes.into()];
-    queue.launch(c"router_choice", lanes(rows), &[&memory[..], &sizes].concat())?;
+    let [factors, weight] = [(); 2].map(|()| queue.room(&[rows, 1], Kind::Float));
+    let (factors, weight, choice) = (factors?, weight?, queue.room(&[rows], Kind::Int64)?);
+    let counts = queue.room(&[bands(rows), classes], Kind::Int)?;
+    let kernel = match projected.kind() {
+        Kind::Float => by_size(size, [c"router_f32", c"router_wide_f32"]),
+        _ => by_size(size, [c"router_bf16", c"router_wide_bf16"]),
+    };
+    let memory = [&projected, &state, by.down_bias].map(Argument::from);
+    let given = [or_nothing(entered), or_nothing(decay)];
+    let layers = [by.norm, &factors, by.fc1, by.fc1_bias, by.fc2, by.fc2_bias, by.out, balance];
+    let out = [&hidden, &probabilities, &choice, &weight, &counts].map(Argument::from);
+    let sizes = [rows.into(), size.into(), classes.into(), (by.eps as f32).into()];
+    let arguments = [&memory[..], &given, &layers.map(Argument::from), &out, &sizes].concat();
+    queue.launch(kernel, bands(rows), &arguments)?;
     let saved = RouterSaved {
-        before: before.map(Tensor::shallow_clone),
+        before: entered.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
         factors,
-        inputs: HiddenInputs::Stacked(inputs),
-        first,
-        second,
-        second_out,
+        hidden: RouterHidden::Before(hidden),
         probabilities,
         choice: choice.shallow_clone(),
     };
-    Ok((Routes { choice, weight, state: Some(state) }, saved))
-}
-
-/// The backward pass of [`gelu`], into `out`; returns the gradient of the bias.
-fn gelu_backward(
-    queue: &Queue,
-    x: &Tensor,
-    bias: &Tensor,
-    grad: &Tensor,
-    out: &Tensor,
-) -> Result<ParamGradient> {
-    let [rows, width] = [x.size()[0], x.size()[1]];
-    let partial = queue.room(&[1, bands(rows), width], Kind::Float)?;
-    let memory = [x, bias, grad, out, &partial].map(Argument::from);
-    let arguments = [&memory[..], &[rows.into(), width.into()]].concat();
-    queue.launch(c"gelu_backward", patches(rows, width), &arguments)?;
-    of_bands(&partial, &[0], &[width])
+    Ok((Routes { choice, weight, state: Some(state), counts: Some(counts) }, saved))
 }
 
 pub(super) fn router_backward(
@@ -100,57 +78,56 @@ pub(super) fn router_backward(
     state: Option<&Tensor>,
 ) -> Result<RouterGrads> {
     check::router_backward(x, weight, state, &saved.state)?;
+    let RouterHidden::Before(hidden) = &saved.hidden else {
+        return REFERENCE.router_backward(by, x, saved, weight, state);
+    };
     let [rows, classes] = [saved.probabilities.size()[0], saved.probabilities.size()[1]];
     let size = saved.state.size()[1];
-    let logits = queue.room(&[rows, classes], Kind::Float)?;
-    let memory = [&saved.probabilities, &saved.choice, weight, &logits].map(Argument::from);
-    each(queue, c"router_backward", [rows, classes], &memory)?;
-    let hidden = queue.room(&[2, rows, size], Kind::Float)?;
-    let (first, second) = (hidden.f_get(0)?, hidden.f_get(1)?);
-    let grad = logits.f_matmul(by.out)?;
-    let fc2_bias = gelu_backward(queue, &saved.second, by.fc2_bias, &grad, &second)?;
-    let grad = second.f_matmul(by.fc2)?;
-    let fc1_bias = gelu_backward(queue, &saved.first, by.fc1_bias, &grad, &first)?;
-    let squares = over_rows(&hidden, saved.stacked()?)?;
-    let inner = first.f_matmul(by.fc1)?;
+    let (logits, last) =
+        (queue.room(&[rows, classes], Kind::Float)?, queue.room(&[rows, size], Kind::Float)?);
+    let layers = queue.room(&[4, rows, size], Kind::Float)?;
     let (decay, entered) = by.decay.zip(saved.before.as_ref()).unzip();
     let before = entered.map(|_| queue.room(&[rows, size], Kind::Float)).transpose()?;
     let narrow = queue.room(&[rows, size], x.kind())?;
-    let (partial, _) = banded(queue, [3, rows, size])?;
-    let or_nothing = |tensor: Option<_>| tensor.map_or(Argument::Nothing, Argument::from);
-    let (own, rounded) = match x.kind() {
-        Kind::Float => ((&narrow).into(), Argument::Nothing),
-        _ => (Argument::Nothing, (&narrow).into()),
+    let partial = queue.room(&[5, bands(rows), size], Kind::Float)?;
+    let own = match x.kind() {
+        Kind::Float => [Argument::from(&narrow), Argument::Nothing],
+        _ => [Argument::Nothing, Argument::from(&narrow)],
     };
-    let memory = [&saved.state, &saved.factors, by.norm, &inner].map(Argument::from);
+    let memory = [&saved.probabilities, &saved.choice, weight, by.out, &logits, &last, hidden];
+    let weights = [by.fc2_bias, by.fc2, by.fc1_bias, by.fc1, &layers];
+    let norm = [&saved.state, &saved.factors, by.norm].map(Argument::from);
     let given = [state, decay, entered].map(or_nothing);
-    let out = [own, rounded, or_nothing(before.as_ref()), (&partial).into()];
-    let sizes = [rows, size].map(Argument::from);
-    let arguments = [&memory[..], &given, &out, &sizes].concat();
-    queue.launch(c"router_norm_backward", bands(rows), &arguments)?;
+    let out = [or_nothing(before.as_ref()), Argument::from(&partial)];
+    let sizes = [rows, size, classes].map(Argument::from);
+    let (memory, weights) = (memory.map(Argument::from), weights.map(Argument::from));
+    let arguments = [&memory[..], &weights, &norm, &given, &own, &out, &sizes].concat();
+    let kernel = by_size(size, [c"router_backward", c"router_wide_backward"]);
+    queue.launch(kernel, bands(rows), &arguments)?;
+    let squares = over_rows(&layers.f_narrow(0, 2, 2)?, &layers.f_narrow(0, 0, 2)?)?;
     let vector = |which| of_bands(&partial, &[which], &[size]);
     let down = match by.part {
         true => narrow.f_to_kind(Kind::Float)?.f_tr()?.f_matmul(&x.f_to_kind(Kind::Float)?)?,
-        false => narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?,
+        false => narrow.f_tr()?.f_matmul(x)?,
     };
     Ok(RouterGrads {
         input: narrow.f_matmul(by.down)?,
         before,
-        down,
-        down_bias: vector(1)?,
-        decay: decay.map(|_| vector(2)).transpose()?,
-        norm: vector(0)?,
-        fc1: squares.f_get(0)?,
-        fc1_bias,
-        fc2: squares.f_get(1)?,
-        fc2_bias,
-        out: over_rows(&logits.f_unsqueeze(0)?, &saved.second_out.f_unsqueeze(0)?)?.f_get(0)?,
+        down: down.into(),
+        down_bias: vector(1),
+        decay: decay.map(|_| vector(2)),
+        norm: vector(0),
+        fc1: of_parts(&squares, 0)?,
+        fc1_bias: vector(3),
+        fc2: of_parts(&squares, 1)?,
+        fc2_bias: vector(4),
+        out: of_parts(&over_rows(&logits.f_unsqueeze(0)?, &last.f_unsqueeze(0)?)?, 0)?,
     })
 }
 
-/// `a^T b` of stacks `[stack, rows, width]`, f32. A library assigns a sum over all rows to as many compute units as its
-/// small result has tiles, one or two; so rows are summed in up to 16 parts, whose number depends on the number of rows
-/// only.
+/// `a^T b` of stacks `[stack, rows, width]`, f32, in parts of rows, which remain to be added: `[stack, parts, ..]`. A
+/// library assigns a sum over all rows to as many compute units as its small result has tiles, one or two; so there are
+/// up to 16 parts, by the number of rows only.
 fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [stack, rows, left] = [0, 1, 2].map(|dimension| a.size()[dimension]);
     let right = b.size()[2];
@@ -160,21 +137,25 @@ fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
     let cut = |x: &Tensor, width| x.f_view([stack * parts, rows / parts, width]);
     let sums = cut(a, left)?.f_transpose(1, 2)?.f_bmm(&cut(b, right)?)?;
-    if parts == 1 {
-        return Ok(sums);
+    Ok(sums.f_view([stack, parts, left, right])?)
+}
+
+/// The sum over the parts of one of them.
+fn of_parts(sums: &Tensor, which: i64) -> Result<ParamGradient> {
+    let [parts, left, right] = [1, 2, 3].map(|dimension| sums.size()[dimension]);
+    match parts {
+        1 => Ok(sums.f_get(which)?.f_get(0)?.into()),
+        _ => Ok(of_bands(&sums.f_flatten(2, 3)?, &[which], &[left, right])),
     }
-    Ok(sums.f_view([stack, parts, left, right])?.f_sum_dim_intlist(
-        &[1i64][..],
-        false,
-        Kind::Float,
-    )?)
 }
 
 #[cfg(test)]
 mod tests {
     use tch::Device;
 
+    use super::super::finish::finish;
     use super::*;
+    use crate::device::emulated::queue;
 
     #[test]
     fn sums_over_rows_are_those_of_f64() {
@@ -185,7 +166,10 @@ mod tests {
             };
             let [a, b] = [waves(5), waves(3)];
             let narrow = |x: &Tensor| x.to_kind(Kind::Float);
-            let found = over_rows(&narrow(&a), &narrow(&b)).unwrap();
+            let sums = over_rows(&narrow(&a), &narrow(&b)).unwrap();
+            let queue = queue(Device::Cpu).unwrap();
+            let all = [0, 1].map(|which| of_parts(&sums, which).unwrap());
+            let found = Tensor::stack(&finish(&queue, all.into()).unwrap(), 0);
             let wanted = a.transpose(1, 2).bmm(&b);
             assert_eq!(found.size(), [2, 5, 3]);
             let off = (found.to_kind(Kind::Double) - wanted).abs().max().double_value(&[]);

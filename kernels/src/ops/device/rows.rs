@@ -1,5 +1,7 @@
 //! Row-wise operations on matrices `[N, D]`: norms, residual additions, sums over rows.
 
+use std::ffi::CStr;
+
 use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
@@ -9,7 +11,7 @@ use crate::ops::operands::BandSum;
 use crate::ops::{BandSums, NormBack, ParamGradient, ResidualGrads, ResidualScaling, check};
 
 /// Rows per partial sum in f32, and columns of a block.
-const BAND: i64 = 32;
+pub(super) const BAND: i64 = 32;
 const COLUMNS: i64 = 256;
 
 /// Number of blocks if each has 16 rows of 16 lanes.
@@ -33,42 +35,38 @@ pub(super) fn tiles(width: i64) -> i64 {
 }
 
 /// The sums `which` of a stack from [`banded`], with interleaved columns, as a gradient of this shape.
-pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result<ParamGradient> {
-    let bands =
-        |which: &i64| Ok(BandSum { partial: partial.f_get(*which)?, other: None, factor: None });
-    let sums = which.iter().map(bands).collect::<Result<_>>()?;
-    Ok(ParamGradient::Banded(BandSums { sums, shape: shape.to_vec() }))
+pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> ParamGradient {
+    let bands = |which: &i64| {
+        let partial = partial.shallow_clone();
+        BandSum { partial, which: *which, other: None, factor: None }
+    };
+    let sums = which.iter().map(bands).collect();
+    ParamGradient::Banded(BandSums { sums, shape: shape.to_vec() })
 }
 
 /// One of the sums, times the factor, or plus the factor times another one.
-fn scaled(
-    partial: &Tensor,
-    which: i64,
-    other: Option<i64>,
-    factor: &Tensor,
-) -> Result<ParamGradient> {
-    let other = other.map(|other| partial.f_get(other)).transpose()?;
+fn scaled(partial: &Tensor, which: i64, other: Option<i64>, factor: &Tensor) -> ParamGradient {
     let (factor, shape) = (Some(factor.shallow_clone()), factor.size());
-    let sums = vec![BandSum { partial: partial.f_get(which)?, other, factor }];
-    Ok(ParamGradient::Banded(BandSums { sums, shape }))
+    let sums = vec![BandSum { partial: partial.shallow_clone(), which, other, factor }];
+    ParamGradient::Banded(BandSums { sums, shape })
 }
 
 /// The sum over the rows of a matrix, f32, times the factor: `[width]`.
 pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<ParamGradient> {
-    let [rows, width] = [x.size()[0], x.size()[1]];
+    let [rows, width] = Call("column_sums").matrix("x", x)?;
     let (partial, blocks) = banded(queue, [1, rows, width])?;
     let arguments = [x.into(), (&partial).into(), rows.into(), width.into()];
     queue.launch(c"column_sums", blocks, &arguments)?;
-    scaled(&partial, 0, None, factor)
+    Ok(scaled(&partial, 0, None, factor))
 }
 
 /// The same for the elementwise product of two matrices.
 pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<ParamGradient> {
-    let [rows, width] = [x.size()[0], x.size()[1]];
+    let [rows, width] = Call("column_products").matrix("x", x)?;
     let (partial, blocks) = banded(queue, [1, rows, width])?;
     let arguments = [x.into(), y.into(), (&partial).into(), rows.into(), width.into()];
     queue.launch(c"column_products", blocks, &arguments)?;
-    of_bands(&partial, &[0], &[width])
+    Ok(of_bands(&partial, &[0], &[width]))
 }
 
 pub(super) fn rms_norm(
@@ -76,13 +74,15 @@ pub(super) fn rms_norm(
     x: &Tensor,
     weight: &Tensor,
     eps: f64,
+    kind: Kind,
 ) -> Result<(Tensor, Tensor)> {
     let [rows, width] = check::rms_norm(x, weight)?;
-    let out = queue.room(&[rows, width], Kind::Float)?;
+    let out = queue.room(&[rows, width], kind)?;
     let factors = queue.room(&[rows, 1], Kind::Float)?;
     let memory = [x, weight, &out, &factors].map(Argument::from);
     let sizes = [rows.into(), width.into(), (eps as f32).into()];
-    queue.launch(c"rms_norm_f32", lanes(rows), &[&memory[..], &sizes].concat())?;
+    let kernel = by_kind(&out, [c"rms_norm_f32", c"rms_norm_bf16"]);
+    queue.launch(kernel, lanes(rows), &[&memory[..], &sizes].concat())?;
     Ok((out, factors))
 }
 
@@ -106,7 +106,7 @@ pub(super) fn rms_norm_backward(
     let rest = [beside, (&input).into(), (&partial).into(), rows.into(), width.into()];
     let kernel = by_kind(grad, [c"rms_norm_backward_f32", c"rms_norm_backward_bf16"]);
     queue.launch(kernel, bands(rows), &[&memory[..], &rest].concat())?;
-    Ok((input, of_bands(&partial, &[0], &[width])?))
+    Ok((input, of_bands(&partial, &[0], &[width])))
 }
 
 pub(super) fn residual(
@@ -163,45 +163,68 @@ pub(super) fn residual_backward(
     let memory: Vec<_> = memory.into_iter().map(Argument::from).collect();
     let sizes = [rows, width].map(Argument::from);
     queue.launch(kernel, bands(rows), &[&memory[..], &sizes].concat())?;
-    let scaling = by.of_bands(&partial)?;
-    Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
+    let scaling = by.of_bands(&partial);
+    Ok(ResidualGrads { branch: to_branch, gates: None, residual: to_residual, scaling })
 }
 
 impl ResidualScaling<'_> {
     /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of
     /// the gradient times the residual.
-    fn of_bands(self, partial: &Tensor) -> Result<[ParamGradient; 4]> {
-        Ok([
-            scaled(partial, 1, Some(0), self.bias)?,
-            scaled(partial, 0, None, self.scale)?,
-            scaled(partial, 2, Some(0), self.residual_bias)?,
-            scaled(partial, 0, None, self.residual_scale)?,
-        ])
+    fn of_bands(self, partial: &Tensor) -> [ParamGradient; 4] {
+        [
+            scaled(partial, 1, Some(0), self.bias),
+            scaled(partial, 0, None, self.scale),
+            scaled(partial, 2, Some(0), self.residual_bias),
+            scaled(partial, 0, None, self.residual_scale),
+        ]
     }
 }
 
-/// Does not read the norm's input: recomputes it from branch and residual.
+/// Operands of a backward pass through an addition and its norm, and memory for the gradient of the branch.
+pub(super) struct NormWay<'a> {
+    pub(super) by: ResidualScaling<'a>,
+    pub(super) norm: NormBack<'a>,
+    pub(super) to_branch: Tensor,
+}
+
+impl NormWay<'_> {
+    /// Launches a kernel whose arguments are `sides`, the vectors, `grad`, the gradient that bypassed the norm, the
+    /// results, and `rest`. It does not read the norm's input, but recomputes it from branch and residual.
+    pub(super) fn back(
+        self,
+        queue: &Queue,
+        kernel: &CStr,
+        [rows, width]: [i64; 2],
+        [sides, grad, rest]: [&[Argument]; 3],
+    ) -> Result<(ResidualGrads, ParamGradient)> {
+        let NormWay { by, norm, to_branch } = self;
+        let to_residual = queue.room(&[rows, width], Kind::Float)?;
+        let [of_norm, partial] = [1, 3].map(|stack| banded(queue, [stack, rows, width]));
+        let ((of_norm, _), (partial, _)) = (of_norm?, partial?);
+        let vectors = [by.scale, by.bias, by.residual_scale, by.residual_bias];
+        let vectors = [&vectors[..], &[norm.factors, norm.weight]].concat();
+        let vectors: Vec<_> = vectors.into_iter().map(Argument::from).collect();
+        let beside = [norm.beside.map_or(Argument::Nothing, Argument::from)];
+        let into = [&to_branch, &to_residual, &of_norm, &partial].map(Argument::from);
+        let arguments = [sides, &vectors, grad, &beside, &into, rest].concat();
+        queue.launch(kernel, bands(rows), &arguments)?;
+        let (to_weight, scaling) = (of_bands(&of_norm, &[0], &[width]), by.of_bands(&partial));
+        let residual = to_residual;
+        Ok((ResidualGrads { branch: to_branch, gates: None, residual, scaling }, to_weight))
+    }
+}
+
 pub(super) fn residual_norm_backward(
     queue: &Queue,
     branch: &Tensor,
     residual: &Tensor,
     by: ResidualScaling,
     norm: NormBack,
+    grad: &Tensor,
 ) -> Result<(ResidualGrads, ParamGradient)> {
-    let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
-    let to_branch = queue.room(&[rows, width], branch.kind())?;
-    let to_residual = queue.room(&[rows, width], Kind::Float)?;
+    let shape = check::residual_norm_backward(branch, residual, by, norm, grad)?;
     let kernel = by_kind(branch, [c"residual_norm_backward_f32", c"residual_norm_backward_bf16"]);
-    let [of_norm, partial] = [1, 3].map(|stack| banded(queue, [stack, rows, width]));
-    let ((of_norm, _), (partial, _)) = (of_norm?, partial?);
-    let scaling = [by.scale, by.bias, by.residual_scale, by.residual_bias];
-    let from =
-        [&[branch, residual][..], &scaling, &[norm.factors, norm.weight, norm.grad]].concat();
-    let from: Vec<_> = from.into_iter().map(Argument::from).collect();
-    let beside = [norm.beside.map_or(Argument::Nothing, Argument::from)];
-    let into = [&to_branch, &to_residual, &of_norm, &partial].map(Argument::from);
-    let sizes = [rows, width].map(Argument::from);
-    queue.launch(kernel, bands(rows), &[&from[..], &beside, &into, &sizes].concat())?;
-    let (to_weight, scaling) = (of_bands(&of_norm, &[0], &[width])?, by.of_bands(&partial)?);
-    Ok((ResidualGrads { branch: to_branch, residual: to_residual, scaling }, to_weight))
+    let (sides, sizes) = ([branch, residual].map(Argument::from), shape.map(Argument::from));
+    let way = NormWay { by, norm, to_branch: queue.room(&shape, branch.kind())? };
+    way.back(queue, kernel, shape, [&sides, &[grad.into()], &sizes])
 }

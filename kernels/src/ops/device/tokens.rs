@@ -1,13 +1,15 @@
 //! Tokens: their embedding rows, and their dispatch to experts and back.
 
+use std::ffi::CStr;
+
 use tch::{Kind, Tensor};
 
-use super::rows::{columns, lanes, products};
+use super::rows::{BAND, bands, columns, lanes, products};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::call::Call;
 use crate::ops::operands::{ExpertRanges, TokenOrder};
-use crate::ops::{Dispatch, ParamGradient, check};
+use crate::ops::{Dispatch, ExpertRows, ParamGradient, check};
 
 /// An expert's rows are padded to a multiple of this (`FILL + 1` in `dispatch.h`).
 const ROWS: i64 = 8;
@@ -56,8 +58,14 @@ pub(super) fn embedding_backward(
     Ok([columns(queue, grad, scale)?, products(queue, grad, embedded)?])
 }
 
-/// Counts and places are computed and stay on the device; the number of places is the maximum possible.
-pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<Dispatch> {
+/// Counts and places are computed and stay on the device; the number of places is the maximum possible. A router may
+/// have counted the tokens of each band.
+pub(super) fn dispatch(
+    queue: &Queue,
+    choice: &Tensor,
+    counted: Option<&Tensor>,
+    classes: i64,
+) -> Result<Dispatch> {
     check::dispatch(choice, classes)?;
     if classes > CLASSES {
         let wanted = format!("at most {CLASSES}");
@@ -67,15 +75,25 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
     let rounds = ((tokens + ROUND * BLOCKS - 1) / (ROUND * BLOCKS)).max(1);
     let blocks = (tokens + ROUND * rounds - 1) / (ROUND * rounds);
     let most = tokens + (ROWS - 1) * (classes - 1);
-    let by_block = queue.room(&[blocks, classes], Kind::Int)?;
     let [counts, places] = [classes, tokens].map(|count| queue.room(&[count], Kind::Int64));
     let [ends, order] = [classes, most].map(|count| queue.room(&[count], Kind::Int));
     let (counts, places, ends, order) = (counts?, places?, ends?, order?);
-    let memory = [choice, &by_block].map(Argument::from);
-    let sizes = [tokens, classes, rounds].map(Argument::from);
-    queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes].concat())?;
-    let memory = [choice, &by_block, &counts, &ends, &places, &order].map(Argument::from);
-    let sizes = [tokens, classes, most, rounds].map(Argument::from);
+    let (counted, part) = match counted {
+        Some(counted) => {
+            let call = Call("dispatch");
+            call.is("counts", counted, &[bands(tokens), classes], &[Kind::Int])?;
+            (counted.shallow_clone(), BAND)
+        }
+        None => {
+            let counted = queue.room(&[blocks, classes], Kind::Int)?;
+            let memory = [choice, &counted].map(Argument::from);
+            let sizes = [tokens, classes, rounds].map(Argument::from);
+            queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes].concat())?;
+            (counted, ROUND * rounds)
+        }
+    };
+    let memory = [choice, &counted, &counts, &ends, &places, &order].map(Argument::from);
+    let sizes = [tokens, classes, most, rounds, part].map(Argument::from);
     queue.launch(c"dispatch_places", blocks.max(1), &[&memory[..], &sizes].concat())?;
     let (order, groups) = (TokenOrder::Marked(order), ExpertRanges::There(ends));
     Ok(Dispatch { order, places, counts, experts: classes - 1, rows: most, computed: most, groups })
@@ -93,66 +111,52 @@ pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor
     Ok(out)
 }
 
-/// The first arguments of [`unpermute`] and [`gather`]: places of rows, the rows of experts, those that bypassed
-/// experts or a null pointer, and the end of the experts' rows.
-fn returning<'a>(
+/// The first arguments of kernels that read rows of experts: places, the rows, those that bypassed experts or a null
+/// pointer, the end of the experts' rows, and the operand of each token.
+pub(super) fn returning<'a>(
     operation: &'static str,
-    x: &'a Tensor,
-    by: &'a Dispatch,
-    passed: Option<&'a Tensor>,
-) -> Result<[Argument<'a>; 4]> {
+    ExpertRows { x, by, passed, by_token }: ExpertRows<'a>,
+) -> Result<[Argument<'a>; 5]> {
     let passed = passed.map_or(Argument::Nothing, Argument::from);
-    Ok([(&by.places).into(), x.into(), passed, by.ends(operation)?.into()])
+    Ok([(&by.places).into(), x.into(), passed, by.ends(operation)?.into(), by_token.into()])
 }
 
-pub(super) fn unpermute(
-    queue: &Queue,
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    beside: &Tensor,
-) -> Result<Tensor> {
-    let [tokens, width] = check::unpermute(x, by, passed, beside)?;
-    let out = queue.room(&[tokens, width], x.kind())?;
-    let kernel = by_kind(x, [c"unpermute_f32", c"unpermute_bf16"]);
-    let rows = returning("unpermute", x, by, passed)?;
-    let rest = [beside.into(), (&out).into(), tokens.into(), by.experts.into(), width.into()];
-    queue.launch(kernel, lanes(tokens), &[&rows[..], &rest].concat())?;
-    Ok(out)
+pub(super) fn unpermute(queue: &Queue, rows: ExpertRows) -> Result<Tensor> {
+    let (shape, kernels) = (check::unpermute(rows)?, [c"unpermute_f32", c"unpermute_bf16"]);
+    returned(queue, returning("unpermute", rows)?, rows, shape, kernels)
 }
 
-pub(super) fn gather(
+pub(super) fn gather(queue: &Queue, rows: ExpertRows) -> Result<Tensor> {
+    let (shape, kernels) = (check::gather(rows)?, [c"gather_f32", c"gather_bf16"]);
+    returned(queue, returning("gather", rows)?, rows, shape, kernels)
+}
+
+fn returned(
     queue: &Queue,
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
+    from: [Argument; 5],
+    ExpertRows { x, by, .. }: ExpertRows,
+    [tokens, width]: [i64; 2],
+    kernels: [&CStr; 2],
 ) -> Result<Tensor> {
-    let [tokens, width] = check::gather(x, by, passed, weight)?;
     let out = queue.room(&[tokens, width], x.kind())?;
-    let kernel = by_kind(x, [c"gather_f32", c"gather_bf16"]);
-    let rows = returning("gather", x, by, passed)?;
-    let rest = [weight.into(), (&out).into(), tokens.into(), by.experts.into(), width.into()];
-    queue.launch(kernel, lanes(tokens), &[&rows[..], &rest].concat())?;
+    let rest = [(&out).into(), tokens.into(), by.experts.into(), width.into()];
+    queue.launch(by_kind(x, kernels), lanes(tokens), &[&from[..], &rest].concat())?;
     Ok(out)
 }
 
 /// One place at a time, so that places without a token get zeros.
 pub(super) fn gather_backward(
     queue: &Queue,
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
+    rows: ExpertRows,
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
-    let [tokens, width] = check::gather_backward(x, by, passed, weight, grad)?;
+    let ([tokens, width], ExpertRows { x, by, .. }) = (check::gather_backward(rows, grad)?, rows);
     let to_x = queue.room(&[by.rows, width], x.kind())?;
     let to_weight = queue.room(&[tokens, 1], Kind::Float)?;
     let kernel = by_kind(x, [c"gather_backward_f32", c"gather_backward_bf16"]);
-    let [_, rows @ ..] = returning("gather_backward", x, by, passed)?;
+    let [_, rows @ ..] = returning("gather_backward", rows)?;
     let order = [by.marked("gather_backward")?.into()];
-    let rest = [weight, grad, &to_x, &to_weight].map(Argument::from);
+    let rest = [grad, &to_x, &to_weight].map(Argument::from);
     let sizes = [by.rows, by.experts, width].map(Argument::from);
     queue.launch(kernel, lanes(by.rows), &[&order[..], &rows, &rest, &sizes].concat())?;
     Ok([to_x, to_weight])

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::to_f32;
 use crate::Result;
-use crate::ops::{Dispatch, check, composed};
+use crate::ops::{ExpertRows, check, composed};
 
 pub(super) fn swiglu(x: &Tensor) -> Result<Tensor> {
     check::swiglu(x)?;
@@ -25,28 +25,17 @@ fn halves(x: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((x.f_narrow(1, 0, size)?, x.f_narrow(1, size, size)?))
 }
 
-pub(super) fn gather(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
-) -> Result<Tensor> {
-    check::gather(x, by, passed, weight)?;
-    let rows = to_f32(&composed::returned("gather", x, by, passed)?)?;
-    Ok(rows.f_mul(weight)?.f_to_kind(x.kind())?)
+pub(super) fn gather(rows: ExpertRows) -> Result<Tensor> {
+    check::gather(rows)?;
+    let wide = to_f32(&composed::returned("gather", rows)?)?;
+    Ok(wide.f_mul(rows.by_token)?.f_to_kind(rows.x.kind())?)
 }
 
-pub(super) fn gather_backward(
-    x: &Tensor,
-    by: &Dispatch,
-    passed: Option<&Tensor>,
-    weight: &Tensor,
-    grad: &Tensor,
-) -> Result<[Tensor; 2]> {
-    check::gather_backward(x, by, passed, weight, grad)?;
+pub(super) fn gather_backward(rows: ExpertRows, grad: &Tensor) -> Result<[Tensor; 2]> {
+    check::gather_backward(rows, grad)?;
     let grad = &to_f32(grad)?;
-    let mut to_x = Tensor::f_zeros(x.size(), (Kind::Float, x.device()))?;
-    let _ = to_x.f_index_copy_(0, &by.places, &grad.f_mul(weight)?)?;
-    let to_weight = to_f32(&composed::returned("gather_backward", x, by, passed)?)?.f_mul(grad)?;
-    Ok([to_x.f_to_kind(x.kind())?, to_weight.f_sum_dim_intlist(1, true, Kind::Float)?])
+    let mut to_x = Tensor::f_zeros(rows.x.size(), (Kind::Float, rows.x.device()))?;
+    let _ = to_x.f_index_copy_(0, &rows.by.places, &grad.f_mul(rows.by_token)?)?;
+    let to_weight = to_f32(&composed::returned("gather_backward", rows)?)?.f_mul(grad)?;
+    Ok([to_x.f_to_kind(rows.x.kind())?, to_weight.f_sum_dim_intlist(1, true, Kind::Float)?])
 }

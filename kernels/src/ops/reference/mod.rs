@@ -15,10 +15,10 @@ use tch::{Device, Kind, Tensor};
 
 use super::{
     AdamWStep, Attended, Attention, AttentionGrads, CHUNK, ConvShift, ConvShiftGrads, Dispatch,
-    NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
-    ResidualScaling, Update, UpdateRule, check, chunks, update,
+    ExpertRows, HeadGrads, NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey,
+    QueryKeyGrads, ResidualGrads, ResidualScaling, Update, UpdateRule, check, chunks, update,
 };
-use crate::{Result, checksum};
+use crate::{Result, checksum, layout};
 
 /// The table of libtorch's operators. A change of its bits requires a new version.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ impl Ops for Reference {
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
-        Ok(left.f_matmul(right)?)
+        layout::matmul(left, right)
     }
 
     fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
@@ -70,8 +70,14 @@ impl Ops for Reference {
         dispatch::dispatch(choice, classes)
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
-        norm::rms_norm(x, weight, eps)
+    fn rms_norm(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f64,
+        kind: Kind,
+    ) -> Result<(Tensor, Tensor)> {
+        norm::rms_norm(x, weight, eps, kind)
     }
 
     fn rms_norm_backward(
@@ -121,7 +127,7 @@ impl Ops for Reference {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: HeadGrads,
         kind: Kind,
     ) -> Result<QueryKeyGrads> {
         query_key::query_key_backward(raw, factors, by, grad, kind)
@@ -135,25 +141,12 @@ impl Ops for Reference {
         experts::swiglu_backward(x, grad)
     }
 
-    fn gather(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-    ) -> Result<Tensor> {
-        experts::gather(x, by, passed, weight)
+    fn gather(&self, rows: ExpertRows) -> Result<Tensor> {
+        experts::gather(rows)
     }
 
-    fn gather_backward(
-        &self,
-        x: &Tensor,
-        by: &Dispatch,
-        passed: Option<&Tensor>,
-        weight: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
-        experts::gather_backward(x, by, passed, weight, grad)
+    fn gather_backward(&self, rows: ExpertRows, grad: &Tensor) -> Result<[Tensor; 2]> {
+        experts::gather_backward(rows, grad)
     }
 
     fn adamw(

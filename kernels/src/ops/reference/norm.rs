@@ -6,11 +6,16 @@ use super::{columns, to_f32};
 use crate::Result;
 use crate::ops::{ParamGradient, ResidualGrads, ResidualScaling, check};
 
-pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+pub(super) fn rms_norm(
+    x: &Tensor,
+    weight: &Tensor,
+    eps: f64,
+    kind: Kind,
+) -> Result<(Tensor, Tensor)> {
     check::rms_norm(x, weight)?;
     let mean = x.f_square()?.f_mean_dim(-1, true, Kind::Float)?;
     let factors = mean.f_add_scalar(eps)?.f_rsqrt()?;
-    Ok((x.f_mul(&factors)?.f_mul(weight)?, factors))
+    Ok((x.f_mul(&factors)?.f_mul(weight)?.f_to_kind(kind)?, factors))
 }
 
 pub(super) fn rms_norm_backward(
@@ -45,6 +50,7 @@ pub(super) fn residual_backward(
         (columns(&grad.f_mul(&branch)?)?, columns(&grad.f_mul(residual)?)?);
     Ok(ResidualGrads {
         branch: grad.f_mul(by.scale)?.f_to_kind(kind)?,
+        gates: None,
         residual: grad.f_mul(by.residual_scale)?,
         scaling: by.gradients(&columns(grad)?, &of_branch, &of_residual)?,
     })

@@ -6,8 +6,8 @@ use super::{columns, to_f32};
 use crate::Result;
 use crate::ops::rotary::{rotated, rotated_back};
 use crate::ops::{
-    ConvShift, ConvShiftGrads, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check,
-    composed,
+    ConvShift, ConvShiftGrads, HeadGrads, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads,
+    check, composed,
 };
 
 pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
@@ -111,9 +111,10 @@ pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    grad: Tensor,
+    grad: HeadGrads,
     kind: Kind,
 ) -> Result<QueryKeyGrads> {
+    let grad = grad.stacked()?;
     let (_, [_, _, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     let [queries, keys, _] = by.shape;
     let grad = rotated_back(&grad, by.angles)?;

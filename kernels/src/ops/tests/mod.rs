@@ -8,6 +8,7 @@ use super::*;
 mod model;
 mod newton_schulz;
 mod products;
+mod routed;
 
 /// Numbers between -1 and 1 that depend only on `seed`.
 pub(in crate::ops) fn random(shape: &[i64], seed: u64) -> Tensor {
@@ -59,7 +60,7 @@ fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
 }
 
 /// Our own kernels for devices, on the emulator.
-const EMULATED: OpsTable = &super::device::DeviceTable::on(crate::device::emulated::queue);
+const EMULATED: OpsTable = &super::device::DeviceTable::on(crate::device::emulated::queue, None);
 
 /// A finished gradient of a table.
 fn made(table: OpsTable, begun: ParamGradient) -> Tensor {
@@ -78,8 +79,8 @@ proptest! {
         let normed_grad = grad.to_kind(kind);
         let [a, b, c, d] = [3, 4, 5, 6].map(|index| random(&[width], seed + index));
         for table in OWN {
-            let (found, factors) = table.rms_norm(&x, &a, 1e-5).unwrap();
-            let (wanted, wanted_factors) = REFERENCE.rms_norm(&x, &a, 1e-5).unwrap();
+            let (found, factors) = table.rms_norm(&x, &a, 1e-5, Kind::Float).unwrap();
+            let (wanted, wanted_factors) = REFERENCE.rms_norm(&x, &a, 1e-5, Kind::Float).unwrap();
             prop_assert!(close(&found, &wanted, 16.0) && close(&factors, &wanted_factors, 16.0));
             let (found, weight) = table.rms_norm_backward(&x, &factors, &a, &normed_grad).unwrap();
             let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &normed_grad).unwrap();
@@ -95,8 +96,9 @@ proptest! {
             let found = table.residual(branch, &x, by).unwrap();
             prop_assert!(close(&found, &REFERENCE.residual(branch, &x, by).unwrap(), 4.0));
             let [sum, normed, factors] = table.residual_norm(branch, &x, by, &a, 1e-5).unwrap();
-            let (wanted, wanted_factors) = table.rms_norm(&found, &a, 1e-5).unwrap();
+            let (wanted, wanted_factors) = table.rms_norm(&found, &a, 1e-5, Kind::Float).unwrap();
             prop_assert_eq!((&sum, &normed, &factors), (&found, &wanted.to_kind(kind), &wanted_factors));
+            prop_assert_eq!(&table.rms_norm(&found, &a, 1e-5, kind).unwrap().0, &normed);
             let found = table.residual_backward(branch, &x, by, &grad).unwrap();
             let wanted = REFERENCE.residual_backward(branch, &x, by, &grad).unwrap();
             prop_assert_eq!(found.branch.kind(), kind);
@@ -113,8 +115,8 @@ proptest! {
                     Some(beside) => table.rms_norm_backward_beside(&sum, &factors, &a, &normed_grad, beside).unwrap(),
                 };
                 let wanted = table.residual_backward(branch, &x, by, &to_sum).unwrap();
-                let norm = NormBack { x: &sum, factors: &factors, weight: &a, grad: &normed_grad, beside };
-                let (found, weight) = table.residual_norm_backward(branch, &x, by, norm).unwrap();
+                let norm = NormBack { x: &sum, factors: &factors, weight: &a, beside };
+                let (found, weight) = table.residual_norm_backward(branch, &x, by, norm, &normed_grad).unwrap();
                 prop_assert_eq!((&found.branch, &found.residual), (&wanted.branch, &wanted.residual));
                 prop_assert_eq!(made(table, weight), made(table, to_weight));
                 let [found, wanted] = [found, wanted].map(|grads| table.finish(grads.scaling.into()).unwrap());
@@ -232,7 +234,7 @@ proptest! {
             prop_assert_eq!(found.out.kind(), kind);
             let (raw, factors) = (wanted.raw, found.factors);
             let back = |table: OpsTable, kind| {
-                let grad = random(&[heads, tokens, width], seed + 5);
+                let grad = HeadGrads::Stacked(random(&[heads, tokens, width], seed + 5));
                 table.query_key_backward(&raw, &factors, by, grad, kind).unwrap()
             };
             let (found, wanted) = (back(table, Kind::Float), back(REFERENCE, Kind::Float));
@@ -286,11 +288,12 @@ proptest! {
             };
             let x = there(&answers, &passes.logical_not());
             let passed = identity.then(|| there(&entered, &passes));
-            let found = table.gather(&x, &by, passed.as_ref(), &weight).unwrap();
+            let own = ExpertRows { x: &x, by: &by, passed: passed.as_ref(), by_token: &weight };
+            let found = table.gather(own).unwrap();
             prop_assert_eq!(found, (&rows * &weight).to_kind(kind));
-            let found = table.unpermute(&x, &by, passed.as_ref(), &beside).unwrap();
+            let found = table.unpermute(ExpertRows { by_token: &beside, ..own }).unwrap();
             prop_assert_eq!(found, (&rows + &beside).to_kind(kind));
-            let [to_x, to_weight] = table.gather_backward(&x, &by, passed.as_ref(), &weight, &grad).unwrap();
+            let [to_x, to_weight] = table.gather_backward(own, &grad).unwrap();
             let zeros = Tensor::zeros([by.rows, width], (Kind::Float, Device::Cpu));
             prop_assert_eq!(to_x, zeros.index_copy(0, &by.places, &(&wide * &weight)).to_kind(kind));
             let wanted = (&rows * &wide).sum_dim_intlist(1, true, Kind::Float);
@@ -473,10 +476,10 @@ fn all_tables_refuse_what_does_not_fit() {
     let wrong = [x.tr(), x.to_kind(Kind::BFloat16), x.to_kind(Kind::Double), x.narrow(1, 0, 5)];
     for table in [CPU, REFERENCE, EMULATED] {
         for wrong in &wrong {
-            let refused = table.rms_norm(wrong, &weight, 1e-5).unwrap_err();
+            let refused = table.rms_norm(wrong, &weight, 1e-5, Kind::Float).unwrap_err();
             assert!(matches!(refused, Error::Operand { operation: "rms_norm", .. }), "{refused}");
         }
-        assert!(table.rms_norm(&x, &weight, 1e-5).is_ok());
+        assert!(table.rms_norm(&x, &weight, 1e-5, Kind::Float).is_ok());
         let refused = table.swiglu(&random(&[3, 5], 1)).unwrap_err().to_string();
         assert_eq!(
             refused,
@@ -524,7 +527,8 @@ fn no_tokens_are_sorted_too() {
         assert_eq!(Vec::<i64>::try_from(&by.counts).unwrap(), [0; 4]);
         let rows = table.permute(&random(&[0, 3], 1), &by).unwrap();
         assert_eq!(rows, Tensor::zeros([by.rows, 3], (Kind::Float, Device::Cpu)));
-        let found = table.unpermute(&rows, &by, None, &random(&[0, 3], 2)).unwrap();
+        let rows = ExpertRows { x: &rows, by: &by, passed: None, by_token: &random(&[0, 3], 2) };
+        let found = table.unpermute(rows).unwrap();
         assert_eq!(found.size(), [0, 3]);
     }
 }

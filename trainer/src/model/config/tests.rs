@@ -92,6 +92,7 @@ fn what_cannot_be_names_the_field() {
     assert_eq!(windows(&[("layer_types", types.clone())]), [None, Some(64)].repeat(3));
     let linear = [("layers", json!(["linear", "cca"])), ("layer_types", types.clone())];
     assert_eq!(windows(&linear), [None, Some(64)].repeat(3));
+    assert_eq!(windows(&linear[..1]), [None, Some(64)].repeat(3));
     let (first, odd) = (json!(["cca", "linear"]), json!(["full_attention"]));
     for (given, part) in [
         (&[("layers", first), ("layer_types", types)][..], "[model] layer_types"),

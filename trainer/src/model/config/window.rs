@@ -5,6 +5,18 @@ use contract::Result;
 use super::{ZayaConfig, wrong};
 use crate::model::kinds::{Attention, LayerType};
 
+/// The types of layers of these kinds where every one slides that can.
+pub(super) fn all_sliding(layers: &[Attention]) -> Vec<LayerType> {
+    let kind = |layer: &Attention| match layer {
+        Attention::Linear => LayerType::Full,
+        Attention::Cca | Attention::Gqa => LayerType::Sliding,
+    };
+    match layers.contains(&Attention::Linear) {
+        true => layers.iter().map(kind).collect(),
+        false => vec![LayerType::Sliding],
+    }
+}
+
 impl ZayaConfig {
     /// Checks what layers with a window require.
     pub(super) fn validate_window(&self, place: impl Fn(&str) -> String) -> Result<()> {

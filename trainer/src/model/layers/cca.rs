@@ -21,7 +21,9 @@ use super::softmax::{
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
-use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, seen, taken};
+use crate::model::layer::{
+    self, Backward, BranchGrads, Forward, Layer, LayerPlace, Pass, Rows, seen, taken,
+};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::refusal::refused;
@@ -116,14 +118,14 @@ impl Layer for Cca {
     ) -> contract::Result<Forward> {
         let _watch = part(StepPart::Attention);
         let (out, saved) = over_shards(self, pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: None, saved: Box::new(saved) })
+        Ok(Forward { out: Rows::whole(out), state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
         saved: layer::Saved,
-        grad: &[Tensor],
+        BranchGrads { rows: grad, .. }: &BranchGrads,
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
@@ -134,7 +136,7 @@ impl Layer for Cca {
             let joined = HeadsGrads::joined(pass.config, pass.ops, shards).map_err(refused)?;
             self.emit(joined, &mut sink.of(chunk))?;
         }
-        Ok(Backward { x, state })
+        Ok(Backward { x: Rows::whole(x), state })
     }
 
     fn largest_logit(&self, pass: &Pass<'_>, saved: &dyn Any) -> contract::Result<Option<f64>> {

@@ -7,14 +7,15 @@
 //! without a token is not computed, and its gradient is exactly zero. Shards are parts of the inner width.
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use kernels::Result;
 use kernels::ops::linear_router::{repeated, summed};
-use kernels::ops::{Dispatch, OpsTable, ParamGradient, Routes, UsedExperts};
+use kernels::ops::{Dispatch, ExpertInput, OpsTable, ParamGradient, Routes, UsedExperts};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use crate::model::layer::Pass;
+use crate::model::layer::{Pass, RoutedRows, Rows};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::model::shards::Shards;
@@ -32,13 +33,11 @@ pub(super) struct Experts {
 /// What the backward pass reads, sorted by expert except for `weight`; without skipped tokens if the host counts them.
 #[derive(Debug)]
 pub(super) struct Saved {
-    order: Dispatch,
-    weight: Tensor,
-    /// The sorted input.
-    sorted: Tensor,
+    /// The output.
+    rows: Rc<RoutedRows>,
+    input: ExpertInput,
     /// By shard: gate and up, and their product.
     inner: Vec<[Tensor; 2]>,
-    out: Tensor,
 }
 
 /// Gradients of the experts.
@@ -47,7 +46,7 @@ pub(super) struct Grads {
     pub(super) input: Tensor,
     pub(super) passed: Option<Tensor>,
     /// The order of experts.
-    pub(super) order: Dispatch,
+    pub(super) order: Rc<Dispatch>,
     /// Of the routing weights, `[N, 1]`.
     pub(super) weight: Tensor,
     /// Of gate-up and down.
@@ -59,18 +58,17 @@ pub(super) struct Grads {
 /// A chunk in the forward pass of the experts.
 struct ForwardChunk {
     order: Dispatch,
-    /// The tokens in the order of experts, with skipped ones.
-    sorted: Tensor,
-    /// The tokens without skipped ones.
-    rows: Tensor,
+    rows: ExpertInput,
+    /// In the order of experts, with skipped ones, where these contribute anything.
+    passed: Option<Tensor>,
     inner: Vec<[Tensor; 2]>,
     sum: Counter<Tensor>,
 }
 
 /// A chunk in the backward pass.
 struct BackwardChunk {
-    order: Dispatch,
-    rows: Tensor,
+    order: Rc<Dispatch>,
+    rows: ExpertInput,
     inner: Vec<[Tensor; 2]>,
     /// Gradients of the output of experts and of skipped tokens, and of the routing weights.
     out: Tensor,
@@ -100,8 +98,9 @@ impl Experts {
         pass: &Pass<'_>,
         x: &[&Tensor],
         routes: &[Routes],
-    ) -> Result<Vec<(Tensor, Saved)>> {
-        let passing = x.iter().zip(routes).map(|(x, routes)| ForwardChunk::new(pass, x, routes));
+    ) -> Result<Vec<(Rows, Saved)>> {
+        let new = |(x, routes): (&&Tensor, _)| ForwardChunk::new(pass, x, routes, self.passes());
+        let passing = x.iter().zip(routes).map(new);
         let mut passing = passing.collect::<Result<Vec<_>>>()?;
         let mut shards = Shards::new(pass, [self.gate_up, self.down], pass.shards)?;
         for number in 0..pass.shards {
@@ -109,25 +108,30 @@ impl Experts {
             passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard))?;
         }
         let found = passing.into_iter().zip(x.iter().zip(routes)).map(|(chunk, (x, routes))| {
-            let ForwardChunk { order, sorted, rows, inner, sum } = chunk;
-            let out = total(sum, x)?;
-            drop(rows);
-            let (weight, passed) = (routes.weight.shallow_clone(), self.passed(&sorted));
-            let mixed = pass.ops.gather(&out, &order, passed, &weight)?;
-            let mixed = summed(&mixed, pass.config.top_k())?;
-            Ok((mixed, Saved { order, weight, sorted, inner, out }))
+            let ForwardChunk { order, rows: input, passed, inner, sum } = chunk;
+            let x = total(sum, x)?;
+            let (order, by_token) = (Rc::new(order), routes.weight.shallow_clone());
+            let rows = Rc::new(RoutedRows { x, order, passed, by_token });
+            let out = match returns_late(pass.config) {
+                true => Rows::Routed(Rc::clone(&rows)),
+                false => {
+                    Rows::Whole(summed(&pass.ops.gather(rows.operands())?, pass.config.top_k())?)
+                }
+            };
+            Ok((out, Saved { rows, input, inner }))
         });
         found.collect()
     }
 
-    /// From the gradients of [`Experts::forward`]'s output for some chunks.
+    /// From the gradients of [`Experts::forward`]'s output for some chunks, and of its gates if it is routed.
     pub(super) fn backward(
         &self,
         pass: &Pass<'_>,
         saved: Vec<Saved>,
-        grad: &[&Tensor],
+        grad: &[(&Tensor, Option<&Tensor>)],
     ) -> Result<Vec<Grads>> {
-        let passing = saved.into_iter().zip(grad).map(|(own, grad)| self.gathered(pass, own, grad));
+        let passing =
+            saved.into_iter().zip(grad).map(|(own, grad)| self.gathered(pass, own, *grad));
         let mut passing = passing.collect::<Result<Vec<_>>>()?;
         let mut shards = Shards::new(pass, [self.gate_up, self.down], pass.shards)?;
         for number in 0..pass.shards {
@@ -135,9 +139,8 @@ impl Experts {
             passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard, number as usize))?;
         }
         let found = passing.into_iter().map(|chunk| {
-            let BackwardChunk { order, rows, out, weight, params, sum, .. } = chunk;
-            let (input, passed) =
-                (total(sum, &rows)?, self.passed(&out).map(Tensor::shallow_clone));
+            let BackwardChunk { order, out, weight, params, sum, .. } = chunk;
+            let (input, passed) = (total(sum, &out)?, self.passes().then(|| out.shallow_clone()));
             let used = order.used()?;
             Ok(Grads { input, passed, order, weight, params: joined(pass.ops, params)?, used })
         });
@@ -159,38 +162,48 @@ impl Experts {
         Ok([Tensor::f_cat(&[side(0)?, side(inner)?], 1)?, down])
     }
 
-    /// The rows that skipped tokens contribute, or their gradients; `None` stands for zeros.
-    fn passed<'a>(&self, rows: &'a Tensor) -> Option<&'a Tensor> {
-        match self.skip {
-            SkipOutput::Zero | SkipOutput::None => None,
-            SkipOutput::Identity => Some(rows),
-        }
+    /// Whether skipped tokens contribute anything.
+    fn passes(&self) -> bool {
+        self.skip == SkipOutput::Identity
     }
 
-    fn gathered(&self, pass: &Pass<'_>, saved: Saved, grad: &Tensor) -> Result<BackwardChunk> {
-        let Saved { order, weight, sorted, inner, out } = saved;
-        let passed = self.passed(&sorted);
-        let grad = repeated(grad, pass.config.top_k())?;
-        let [out, weight] = pass.ops.gather_backward(&out, &order, passed, &weight, &grad)?;
-        let rows = sorted.f_narrow(0, 0, order.computed)?;
+    fn gathered(
+        &self,
+        pass: &Pass<'_>,
+        saved: Saved,
+        grad: (&Tensor, Option<&Tensor>),
+    ) -> Result<BackwardChunk> {
+        let Saved { rows, input, inner } = saved;
+        let [out, weight] = match grad {
+            (grad, Some(gates)) => [grad, gates].map(Tensor::shallow_clone),
+            (grad, None) => {
+                let grad = repeated(grad, pass.config.top_k())?;
+                pass.ops.gather_backward(rows.operands(), &grad)?
+            }
+        };
+        let order = Rc::clone(&rows.order);
         let (params, sum) = (Vec::new(), Counter::new());
-        Ok(BackwardChunk { order, rows, inner, out, weight, params, sum })
+        Ok(BackwardChunk { order, rows: input, inner, out, weight, params, sum })
     }
 }
 
 impl ForwardChunk {
-    fn new(pass: &Pass<'_>, x: &Tensor, routes: &Routes) -> Result<ForwardChunk> {
-        let order = pass.ops.dispatch(&routes.choice, pass.config.num_experts + 1)?;
-        let sorted = pass.ops.permute(&repeated(x, pass.config.top_k())?, &order)?;
-        let rows = sorted.f_narrow(0, 0, order.computed)?;
-        Ok(ForwardChunk { order, sorted, rows, inner: Vec::new(), sum: Counter::new() })
+    fn new(pass: &Pass<'_>, x: &Tensor, routes: &Routes, passes: bool) -> Result<ForwardChunk> {
+        let order = pass.ops.dispatch_routes(routes, pass.config.num_experts + 1)?;
+        let x = repeated(x, pass.config.top_k())?;
+        let (rows, passed) = if passes {
+            let sorted = pass.ops.permute(&x, &order)?;
+            (ExpertInput::Sorted(sorted.f_narrow(0, 0, order.computed)?), Some(sorted))
+        } else {
+            (pass.ops.expert_input(&x, &order)?, None)
+        };
+        Ok(ForwardChunk { order, rows, passed, inner: Vec::new(), sum: Counter::new() })
     }
 
     fn shard(&mut self, pass: &Pass<'_>, [gate_up, down]: &[Tensor; 2]) -> Result<()> {
         let ForwardChunk { order, rows, inner, sum, .. } = self;
         let ops = pass.ops;
-        let both = ops.grouped_matmul(rows, gate_up, order)?.f_narrow(0, 0, order.computed)?;
-        let product = ops.swiglu(&both)?;
+        let [both, product] = ops.grouped_swiglu(rows, gate_up, order)?;
         let [operand, down] = [part(pass, &product)?, part(pass, down)?];
         sum.push(ops.grouped_matmul(&operand, &down, order)?)?;
         inner.push([both, product]);
@@ -208,14 +221,12 @@ impl BackwardChunk {
         let BackwardChunk { order, rows, inner, out, params, sum, .. } = self;
         let [both, product] = std::mem::take(&mut inner[number]);
         let ops = pass.ops;
-        let weights = |grad: &Tensor, rows: &Tensor| match pass.chunks.count() {
+        let weights = |grad: &Tensor, rows: &ExpertInput| match pass.chunks.count() {
             1 => ops.grouped_matmul_weights(grad, rows, order),
-            _ => ops.grouped_matmul_weights(&wide(grad)?, &wide(rows)?, order),
+            _ => ops.grouped_matmul_weights(&wide(grad)?, &rows.wide()?, order),
         };
-        let inner_grad = ops.grouped_matmul_input(out, down, order)?;
-        let inner_grad = inner_grad.f_narrow(0, 0, order.computed)?;
-        let down = weights(out, &product)?;
-        let both = ops.swiglu_backward(&both, &inner_grad)?;
+        let both = ops.grouped_swiglu_backward(out, down, &both, order)?;
+        let down = weights(out, &ExpertInput::Sorted(product))?;
         let [operand, gate_up] = [part(pass, &both)?, part(pass, gate_up)?];
         sum.push(ops.grouped_matmul_input(&operand, &gate_up, order)?)?;
         params.push([weights(&both, rows)?, down]);
@@ -226,8 +237,13 @@ impl BackwardChunk {
 impl Saved {
     /// Tokens of each expert, and last those without one.
     pub(super) fn counts(&self) -> &Tensor {
-        &self.order.counts
+        &self.rows.order.counts
     }
+}
+
+/// Whether experts' rows return to their tokens only where they are read: each token has one, and nothing is added.
+pub(super) fn returns_late(config: &ZayaConfig) -> bool {
+    config.top_k().count + config.num_shared_experts == 1
 }
 
 /// The dtype of a shard's result: f32 where several are added.

@@ -19,7 +19,9 @@ use super::softmax::{
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
-use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, seen, taken};
+use crate::model::layer::{
+    self, Backward, BranchGrads, Forward, Layer, LayerPlace, Pass, Rows, seen, taken,
+};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::refusal::refused;
@@ -104,14 +106,14 @@ impl Layer for Gqa {
     ) -> contract::Result<Forward> {
         let _watch = part(StepPart::Attention);
         let (out, saved) = over_shards(self, pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: None, saved: Box::new(saved) })
+        Ok(Forward { out: Rows::whole(out), state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
         saved: layer::Saved,
-        grad: &[Tensor],
+        BranchGrads { rows: grad, .. }: &BranchGrads,
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
@@ -121,7 +123,7 @@ impl Layer for Gqa {
         for (chunk, gradients) in gradients.into_iter().enumerate() {
             self.emit(pass.ops, gradients, &mut sink.of(chunk))?;
         }
-        Ok(Backward { x, state })
+        Ok(Backward { x: Rows::whole(x), state })
     }
 
     fn largest_logit(&self, pass: &Pass<'_>, saved: &dyn Any) -> contract::Result<Option<f64>> {
@@ -192,7 +194,8 @@ impl ShardedAttention<4> for Gqa {
         let parts = pass.chunks.iter().zip(chunks).zip(qk.into_iter().zip(o_proj));
         for ((chunk, SavedChunk { x, normed }), (qk, o_proj)) in parts {
             let tokens = x.size()[0];
-            let heads = rotated_back(&qk, chunk.angles(self.window))?.f_transpose(0, 1)?;
+            let heads =
+                rotated_back(&qk.stacked()?, chunk.angles(self.window))?.f_transpose(0, 1)?;
             let heads = heads.f_reshape([tokens, -1])?;
             let (heads, norms) = match normed {
                 None => (heads, None),
@@ -250,8 +253,8 @@ impl Gqa {
             Some(norms) => {
                 let (mut outs, mut factors) = (Vec::new(), Vec::new());
                 for (id, x) in norms.into_iter().zip(by_head(&projected, shape)?) {
-                    let (out, factor) =
-                        pass.ops.rms_norm(&x, &pass.weights[id], pass.config.rms_norm_eps)?;
+                    let (weight, eps) = (&pass.weights[id], pass.config.rms_norm_eps);
+                    let (out, factor) = pass.ops.rms_norm(&x, weight, eps, Kind::Float)?;
                     outs.push(out.f_view([projected.size()[0], -1])?);
                     factors.push(factor);
                 }

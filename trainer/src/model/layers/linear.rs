@@ -25,7 +25,9 @@ use tch::{Kind, Tensor};
 
 use crate::model::ZayaConfig;
 use crate::model::gradients::{Gradients, emit};
-use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, taken};
+use crate::model::layer::{
+    self, Backward, BranchGrads, Forward, Layer, LayerPlace, Pass, Rows, taken,
+};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::refusal::refused;
 use crate::timing::{StepPart, part};
@@ -82,14 +84,14 @@ impl Layer for Linear {
     ) -> contract::Result<Forward> {
         let _watch = part(StepPart::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: None, saved: Box::new(saved) })
+        Ok(Forward { out: Rows::whole(out), state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
         saved: layer::Saved,
-        grad: &[Tensor],
+        BranchGrads { rows: grad, .. }: &BranchGrads,
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
@@ -103,7 +105,7 @@ impl Layer for Linear {
             }
             inputs.push(input);
         }
-        Ok(Backward { x: inputs, state })
+        Ok(Backward { x: Rows::whole(inputs), state })
     }
 }
 

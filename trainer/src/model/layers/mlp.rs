@@ -9,7 +9,9 @@ use super::heads::{columns, rows};
 use crate::model::ZayaConfig;
 use crate::model::cut::joined;
 use crate::model::gradients::{Gradients, emit};
-use crate::model::layer::{self, Backward, Forward, Layer, LayerPlace, Pass, taken};
+use crate::model::layer::{
+    self, Backward, BranchGrads, Forward, Layer, LayerPlace, Pass, Rows, taken,
+};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::model::shards::Shards;
@@ -61,14 +63,14 @@ impl Layer for Mlp {
                 saved.push(Some(saved_chunk));
             }
         }
-        Ok(Forward { out: outs, state, counts: None, saved: Box::new(saved) })
+        Ok(Forward { out: Rows::whole(outs), state, counts: None, saved: Box::new(saved) })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
         saved: layer::Saved,
-        grad: &[Tensor],
+        BranchGrads { rows: grad, .. }: &BranchGrads,
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> Result<Backward> {
@@ -92,7 +94,7 @@ impl Layer for Mlp {
                 found[*chunk] = Some(x);
             }
         }
-        Ok(Backward { x: found.into_iter().flatten().collect(), state })
+        Ok(Backward { x: Rows::whole(found.into_iter().flatten().collect()), state })
     }
 }
 

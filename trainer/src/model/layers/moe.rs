@@ -8,18 +8,21 @@
 //! The shared experts are DeepSeekMoE's (arXiv 2401.06066, equation 4): the sum of `num_shared_experts` experts without
 //! weights or gates, which is one feed-forward as wide as all of them.
 
+use std::rc::Rc;
+
 use contract::{Fault, Result};
 use kernels::ops::Routes;
 use kernels::ops::linear_router::summed;
 use tch::{Kind, Tensor};
 
-use super::experts::{self, Experts};
+use super::experts::{self, Experts, returns_late};
 use super::mlp::Mlp;
 use super::router::{Router, SavedRouter};
 use crate::model::ZayaConfig;
 use crate::model::gradients::{ChunkGradients, Gradients};
 use crate::model::layer::{
-    self, Backward, Forward, Layer, LayerPlace, Pass, by_chunk, counted, taken,
+    self, Backward, BranchGrads, Forward, Layer, LayerPlace, Pass, RoutedRows, Rows, by_chunk,
+    counted, taken,
 };
 use crate::model::param::ParamDeclarations;
 use crate::refusal::refused;
@@ -69,7 +72,7 @@ impl Moe {
         experts: experts::Grads,
         state: Option<&Tensor>,
         sink: &mut ChunkGradients<'_, '_>,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    ) -> Result<(Rows, Option<Tensor>)> {
         let [gate_up, down] = experts.params;
         sink.experts(self.experts.gate_up, gate_up, experts.used.shared())?;
         sink.experts(self.experts.down, down, experts.used)?;
@@ -77,17 +80,19 @@ impl Moe {
             let _watch = part(StepPart::RouterBack);
             self.router.backward(pass, &x, router, &experts.weight, state, sink)?
         };
-        let (order, passed) = (&experts.order, experts.passed.as_ref());
+        let experts::Grads { input: own, order, passed, .. } = experts;
+        let rows = |by_token| RoutedRows { x: own, order, passed, by_token };
         let by = pass.config.top_k();
         let x = match by.count {
-            1 => pass.ops.unpermute(&experts.input, order, passed, &input),
+            1 if returns_late(pass.config) => Ok(Rows::Routed(Rc::new(rows(input)))),
+            1 => pass.ops.unpermute(rows(input).operands()).map(Rows::Whole),
             _ => {
                 let size = [x.size()[0] * by.count, 1];
                 let ones = Tensor::f_ones(size, (Kind::Float, x.device()));
                 let rows = ones
                     .map_err(kernels::Error::from)
-                    .and_then(|ones| pass.ops.gather(&experts.input, order, passed, &ones));
-                rows.and_then(|rows| Ok(summed(&rows, by)?.f_add(&input)?))
+                    .and_then(|ones| pass.ops.gather(rows(ones).operands()));
+                rows.and_then(|rows| Ok(Rows::Whole(summed(&rows, by)?.f_add(&input)?)))
             }
         };
         Ok((x.map_err(refused)?, before))
@@ -132,7 +137,7 @@ impl Layer for Moe {
         let mut shared = None;
         if let Some(layer) = &self.shared {
             let made = layer.forward(pass, x, None)?;
-            out = sums(out, &made.out)?;
+            out = sums(pass, out, &made.out)?;
             shared = Some(made.saved);
         }
         let state = (!states.is_empty()).then_some(states);
@@ -143,7 +148,7 @@ impl Layer for Moe {
         &self,
         pass: &Pass<'_>,
         saved: layer::Saved,
-        grad: &[Tensor],
+        grad: &BranchGrads,
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> Result<Backward> {
@@ -152,17 +157,17 @@ impl Layer for Moe {
             (Some(layer), Some(saved)) => Some(layer.backward(pass, saved, grad, None, sink)?.x),
             _ => None,
         };
-        let states = by_chunk(state, grad.len());
-        let mut found: Vec<_> = grad.iter().map(|_| None).collect();
+        let states = by_chunk(state, grad.rows.len());
+        let mut found: Vec<_> = grad.rows.iter().map(|_| None).collect();
         let order: Vec<usize> = pass.chunks.by_leaf().collect();
-        for group in order.chunks(pass.together(grad.len())) {
+        for group in order.chunks(pass.together(grad.rows.len())) {
             let (mut own, mut experts, mut grads) = (Vec::new(), Vec::new(), Vec::new());
             for chunk in group {
                 let twice = || Fault::bug("a chunk comes back twice");
                 let kept = chunks[*chunk].take().ok_or_else(twice)?;
                 own.push((kept.x, kept.router));
                 experts.push(kept.experts);
-                grads.push(&grad[*chunk]);
+                grads.push((&grad.rows[*chunk], grad.gates.get(*chunk)));
             }
             let experts = {
                 let _watch = part(StepPart::ExpertsBack);
@@ -174,13 +179,16 @@ impl Layer for Moe {
             }
         }
         let (x, states): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
-        let x = if let Some(shared) = shared { sums(x, &shared)? } else { x };
+        let x = if let Some(shared) = shared { sums(pass, x, &shared)? } else { x };
         Ok(Backward { x, state: states.into_iter().collect() })
     }
 }
 
-/// Sums by chunk.
-fn sums(left: Vec<Tensor>, right: &[Tensor]) -> Result<Vec<Tensor>> {
-    let sum = |(left, right): (Tensor, &Tensor)| left.f_add(right).map_err(refused);
-    left.into_iter().zip(right).map(sum).collect()
+/// Sums by chunk of rows in the order of tokens.
+fn sums(pass: &Pass<'_>, left: Vec<Rows>, right: &[Rows]) -> Result<Vec<Rows>> {
+    let sum = |(left, right): (Rows, &Rows)| {
+        let [left, right] = [&left, right].map(|rows| rows.gathered(pass.ops));
+        Ok(Rows::Whole(left?.f_add(&right?)?))
+    };
+    left.into_iter().zip(right).map(sum).collect::<kernels::Result<_>>().map_err(refused)
 }

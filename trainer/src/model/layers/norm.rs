@@ -7,7 +7,7 @@ use tch::Tensor;
 use crate::model::ZayaConfig;
 use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::kinds::ResidualKind;
-use crate::model::layer::Pass;
+use crate::model::layer::{Pass, Rows};
 use crate::model::param::{ParamDeclarations, ParamId};
 use crate::refusal::refused;
 
@@ -27,8 +27,8 @@ pub(in crate::model) struct SavedNorm {
 pub(in crate::model) struct NormOutputGrads {
     /// What the norm saved.
     pub(in crate::model) normed: SavedNorm,
-    /// The gradient of its output, in [`Pass::kind`].
-    pub(in crate::model) grad: Tensor,
+    /// The gradient of its output.
+    pub(in crate::model) grad: Rows,
     /// The gradient of its input from the branch that bypasses the norm, f32.
     pub(in crate::model) beside: Option<Tensor>,
 }
@@ -56,8 +56,7 @@ impl RmsNorm {
         pass: &Pass<'_>,
         x: &Tensor,
     ) -> Result<(Tensor, SavedNorm)> {
-        let normed = pass.ops.rms_norm(x, &pass.weights[self.weight], self.eps);
-        let normed = normed.and_then(|(out, factor)| Ok((out.f_to_kind(pass.kind)?, factor)));
+        let normed = pass.ops.rms_norm(x, &pass.weights[self.weight], self.eps, pass.kind);
         let (out, factor) = normed.map_err(refused)?;
         Ok((out, SavedNorm { x: x.shallow_clone(), factor }))
     }
@@ -78,7 +77,8 @@ impl RmsNorm {
         returned: NormOutputGrads,
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<Tensor> {
-        let NormBack { x, factors, weight, grad, beside } = self.back(pass, &returned);
+        let NormBack { x, factors, weight, beside } = self.back(pass, &returned);
+        let grad = &returned.grad.unpermuted(pass.ops).map_err(refused)?;
         let found = match beside {
             None => pass.ops.rms_norm_backward(x, factors, weight, grad),
             Some(beside) => pass.ops.rms_norm_backward_beside(x, factors, weight, grad, beside),
@@ -89,9 +89,9 @@ impl RmsNorm {
     }
 
     fn back<'a>(&self, pass: &Pass<'a>, returned: &'a NormOutputGrads) -> NormBack<'a> {
-        let NormOutputGrads { normed: SavedNorm { x, factor }, grad, beside } = returned;
+        let NormOutputGrads { normed: SavedNorm { x, factor }, beside, .. } = returned;
         let weight = pass.weights.of(self.weight);
-        NormBack { x, factors: factor, weight, grad, beside: beside.as_ref() }
+        NormBack { x, factors: factor, weight, beside: beside.as_ref() }
     }
 }
 
@@ -118,48 +118,57 @@ impl Residual {
         }))
     }
 
-    pub(in crate::model) fn forward(
-        &self,
-        pass: &Pass<'_>,
-        out: &Tensor,
-        residual: &Tensor,
-    ) -> Result<Tensor> {
-        pass.ops.residual(out, residual, self.scaling(pass)?).map_err(refused)
-    }
-
     /// The scaled sum, and its norm in [`Pass::kind`].
     pub(in crate::model) fn forward_norm(
         &self,
         pass: &Pass<'_>,
-        out: &Tensor,
+        out: &Rows,
         residual: &Tensor,
         norm: &RmsNorm,
     ) -> Result<(Tensor, (Tensor, SavedNorm))> {
         let (weight, by) = (&pass.weights[norm.weight], self.scaling(pass)?);
-        let made = pass.ops.residual_norm(out, residual, by, weight, norm.eps);
+        let (ops, eps) = (pass.ops, norm.eps);
+        let made = match out {
+            Rows::Whole(out) => ops.residual_norm(out, residual, by, weight, eps),
+            Rows::Routed(rows) => {
+                ops.residual_norm_gathered(rows.operands(), residual, by, weight, eps)
+            }
+        };
         let [sum, normed, factor] = made.map_err(refused)?;
         let x = sum.shallow_clone();
         Ok((sum, (normed, SavedNorm { x, factor })))
     }
 
-    /// From the gradients at the norm of the sum: the gradients of `out`, in its dtype, and of `residual`.
+    /// From the gradients at the norm of the sum: the gradients of `out`, in its dtype, of its gates, if it has any,
+    /// and of `residual`.
     pub(in crate::model) fn backward_norm(
         &self,
         pass: &Pass<'_>,
-        out: &Tensor,
+        out: &Rows,
         residual: &Tensor,
         norm: &RmsNorm,
         returned: NormOutputGrads,
         sink: &mut ChunkGradients<'_, '_>,
-    ) -> Result<(Tensor, Tensor)> {
-        let (by, back) = (self.scaling(pass)?, norm.back(pass, &returned));
-        let found = pass.ops.residual_norm_backward(out, residual, by, back);
+    ) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+        let (ops, by, back) = (pass.ops, self.scaling(pass)?, norm.back(pass, &returned));
+        let found = match (out, &returned.grad) {
+            (Rows::Whole(out), Rows::Routed(grad)) => {
+                let grad = grad.operands();
+                ops.residual_norm_unpermuted_backward(out, residual, by, back, grad)
+            }
+            (Rows::Whole(out), Rows::Whole(grad)) => {
+                ops.residual_norm_backward(out, residual, by, back, grad)
+            }
+            (Rows::Routed(out), grad) => grad.unpermuted(ops).and_then(|grad| {
+                ops.residual_norm_gathered_backward(out.operands(), residual, by, back, &grad)
+            }),
+        };
         let (found, weight) = found.map_err(refused)?;
         emit(sink, norm.weight, weight)?;
         for (id, gradient) in self.0.into_iter().flatten().zip(found.scaling) {
             emit(sink, id, gradient)?;
         }
-        Ok((found.branch, found.residual))
+        Ok((found.branch, found.gates, found.residual))
     }
 
     fn scaling<'a>(&self, pass: &'a Pass<'_>) -> Result<ResidualScaling<'a>> {

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::Result;
-use kernels::ops::{Attended, Attention, AttentionGrads};
+use kernels::ops::{Attended, Attention, AttentionGrads, HeadGrads};
 use kernels::tree::{Counter, TreeNodes, blocks};
 use tch::{Kind, Tensor};
 
@@ -44,8 +44,8 @@ pub(super) struct AttentionShape {
 
 /// Gradients from the backward pass of attention, by chunk.
 pub(super) struct SoftmaxGrads {
-    /// `[G, n, d]`, f32: of queries and keys.
-    pub(super) qk: Vec<Tensor>,
+    /// Of queries and keys.
+    pub(super) qk: Vec<HeadGrads>,
     /// `[N, K d]`: of values, chunk after chunk.
     pub(super) value: Tensor,
     /// `[D, H d]`.
@@ -84,18 +84,12 @@ impl SavedSoftmax {
         o_proj: &Tensor,
     ) -> Result<SoftmaxGrads> {
         let (ops, AttentionShape { heads: [queries, keys, _], window }) = (pass.ops, self.shape);
-        let alone = pass.chunks.count() == 1;
         let float = (Kind::Float, self.value.device());
-        // Terms of sums stay f32.
-        let value = match alone {
-            true => self.value.f_empty_like()?,
-            false => Tensor::f_empty(self.value.size(), float)?,
-        };
         let earlier = |tensor, dim| pass.chunks.earlier(window, tensor, dim);
         let seen = [earlier(&self.key, 1)?, earlier(&self.value, 0)?];
         let [keys_seen, values_seen] = seen.map(PendingTable::wait);
         let (keys_seen, values_seen) = (keys_seen?, values_seen?);
-        let (mut sums, mut outs, mut back) =
+        let (mut sums, mut outs, mut qk) =
             (KeySums::new(pass.chunks, window), Vec::new(), Vec::new());
         let chunks = pass.chunks.shared().own();
         for (at, ((saved_qk, attended), grad)) in self.chunks.iter_mut().zip(grad).enumerate() {
@@ -103,33 +97,32 @@ impl SavedSoftmax {
             outs.push(pass.gradient(&grad.f_tr()?, &attended.heads)?);
             let heads = ops.matmul(grad, o_proj)?;
             let seen = QueriesWithKeys::of(chunk, saved_qk, &keys_seen, &values_seen, self.shape)?;
-            let qk = Tensor::f_empty(saved_qk.size(), float)?;
-            let [query, key] = [qk.f_narrow(0, 0, queries)?, qk.f_narrow(0, queries, keys)?];
             let kept = std::mem::take(&mut attended.saved);
             let by = seen.operands(chunk);
-            if alone {
-                let out = AttentionGrads { query: &query, key: &key, value: &value };
-                ops.attention_backward(by, kept, &heads, out)?;
-            } else {
-                let part = |of: &Tensor| Tensor::f_empty(of.size(), float);
-                let [key, value] = [part(&seen.key)?, part(&seen.value)?];
-                let out = AttentionGrads { query: &query, key: &key, value: &value };
-                ops.attention_backward(by, kept, &heads, out)?;
-                sums.add(chunks[at], chunk, &key, &value)?;
+            if pass.chunks.count() == 1 {
+                let (qk, value) = ops.attention_backward_whole(by, kept, &heads)?;
+                return Ok(SoftmaxGrads { qk: vec![qk], value, o_proj: outs });
             }
-            back.push(qk);
+            // Terms of sums stay f32.
+            let part = |of: &Tensor| Tensor::f_empty(of.size(), float);
+            let [all, key, value] = [part(saved_qk)?, part(&seen.key)?, part(&seen.value)?];
+            let query = all.f_narrow(0, 0, queries)?;
+            let out = AttentionGrads { query: &query, key: &key, value: &value };
+            ops.attention_backward(by, kept, &heads, out)?;
+            sums.add(chunks[at], chunk, &key, &value)?;
+            qk.push(all);
         }
-        if !alone {
-            let key = Tensor::f_empty(self.key.size(), float)?;
-            sums.finish(&key, &value)?;
-            let mut first = 0;
-            for qk in &back {
-                let tokens = qk.size()[1];
-                qk.f_narrow(0, queries, keys)?.f_copy_(&key.f_narrow(1, first, tokens)?)?;
-                first += tokens;
-            }
+        let [key, value] = [&self.key, &self.value].map(|of| Tensor::f_empty(of.size(), float));
+        let (key, value) = (key?, value?);
+        sums.finish(&key, &value)?;
+        let mut first = 0;
+        for qk in &qk {
+            let tokens = qk.size()[1];
+            qk.f_narrow(0, queries, keys)?.f_copy_(&key.f_narrow(1, first, tokens)?)?;
+            first += tokens;
         }
-        Ok(SoftmaxGrads { qk: back, value: value.f_to_kind(pass.kind)?, o_proj: outs })
+        let qk = qk.into_iter().map(HeadGrads::Stacked).collect();
+        Ok(SoftmaxGrads { qk, value: value.f_to_kind(pass.kind)?, o_proj: outs })
     }
 
     /// The largest logit of a query and a key that it sees.

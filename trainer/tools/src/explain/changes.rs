@@ -9,9 +9,10 @@ use serde_json::Value;
 
 use super::history::PreviousSteps;
 use crate::change::rate_at;
-use trainer::events;
+use trainer::events::{self, RanksEvent};
 use trainer::folder::RunFolder;
 use trainer::ledger::StepRecord;
+use trainer::mesh::Degrees;
 use trainer::model::Cut;
 use trainer::optim::guard::Skipped;
 use trainer::spec::RunSpec;
@@ -288,7 +289,7 @@ fn shares<'a>(spec: &'a RunSpec, step: &mixer::StepSpec) -> BTreeMap<&'a str, f6
 /// The ranks and kernels that computed a step, by the events.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct ComputedBy {
-    ranks: u64,
+    ranks: u32,
     exchange: String,
     kernels: String,
     device: String,
@@ -314,14 +315,9 @@ fn machines(folder: &RunFolder) -> Result<Vec<RunChange>> {
                     device: word("device").to_lowercase(),
                 };
             }
-            Some("ranks") => {
-                now.ranks = event["world"].as_u64().unwrap_or(1);
-                now.exchange = format!("{} by {}", word("schedule"), word("transport"));
-                if let Some(limit) = event["cp"].as_u64().filter(|limit| *limit > 1) {
-                    now.exchange += &format!(", up to {limit} sharing a micro-batch");
-                }
-                if let Some(limit) = event["tsp"].as_u64().filter(|limit| *limit > 1) {
-                    now.exchange += &format!(", up to {limit} holding its weights for each other");
+            Some(RanksEvent::NAME) => {
+                if let Some(ranks) = RanksEvent::of(&event) {
+                    (now.ranks, now.exchange) = (ranks.world, exchange(&ranks));
                 }
             }
             Some("step") => {
@@ -336,12 +332,26 @@ fn machines(folder: &RunFolder) -> Result<Vec<RunChange>> {
     Ok(found)
 }
 
+/// How the ranks exchange, in words.
+fn exchange(ranks: &RanksEvent) -> String {
+    let RanksEvent { world: _, degrees: Degrees { cp, tsp }, grad_reduce, transport, more: _ } =
+        ranks;
+    let mut words = format!("{} by {transport}", grad_reduce.name());
+    if *cp > 1 {
+        words += &format!(", up to {cp} sharing a micro-batch");
+    }
+    if *tsp > 1 {
+        words += &format!(", up to {tsp} holding its weights for each other");
+    }
+    words
+}
+
 fn differences(before: &ComputedBy, now: &ComputedBy, step: u64) -> Vec<RunChange> {
     let mut found = Vec::new();
     if (before.ranks, &before.exchange) != (now.ranks, &now.exchange) {
         let what = format!(
             "from step {step} on {} ({}) computed, before {} ({})",
-            counted(now.ranks, "rank"),
+            counted(u64::from(now.ranks), "rank"),
             now.exchange,
             before.ranks,
             before.exchange

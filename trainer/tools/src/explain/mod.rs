@@ -114,7 +114,7 @@ pub struct Explanation {
     pub norm: f64,
     /// Its median over the steps before.
     pub norm_before: Option<f64>,
-    /// The mean loss of the next step with the weights after this one; `None` if there is no next step.
+    /// The mean loss of the next step with the weights after this one; `None` if there is none with labels.
     pub next_loss: Option<f64>,
     /// The number of steps before it that it was compared with.
     pub window: u64,
@@ -168,7 +168,7 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     let ranked = documents::rank(found, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
     let worst = worst_tokens(spec, &batch, named, &losses, tokens)?;
-    let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
+    let next = batch_after(replayer, step)?;
     let without = RemovalReplay { replayer, before: &before, batch: &batch, next: next.as_ref() };
     let removals = replayer.timed("removals", || removals(without, named))?;
     let next = next.as_ref().filter(|_| replayed.record.is_some());
@@ -212,6 +212,13 @@ pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Expla
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
     Ok(explanation)
+}
+
+/// The batch of the step after `step`, if there is one with labels.
+fn batch_after(replayer: &Replayer, step: u64) -> Result<Option<Batch>> {
+    let steps = replayer.spec().plan.steps();
+    let next = (step < steps).then(|| replayer.batch(step + 1)).transpose()?;
+    Ok(next.filter(|batch| batch.label_count > 0))
 }
 
 /// The worst `count` tokens of each of these documents.

@@ -30,7 +30,7 @@ pub struct Removal {
     pub norm: Option<f64>,
     /// Whether the step would have been skipped, and why; `None` where the curriculum skips no step.
     pub skipped: Option<Skipped>,
-    /// The mean loss of the next step afterwards; `None` if there is no next step.
+    /// The mean loss of the next step afterwards; `None` if there is none with labels.
     pub next_loss: Option<f64>,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct RemovalReplay<'a> {
     pub(super) replayer: &'a Replayer,
     pub(super) before: &'a State,
     pub(super) batch: &'a Batch,
-    /// The batch of the next step, if there is one.
+    /// The batch of the next step, if there is one with labels.
     pub(super) next: Option<&'a Batch>,
 }
 
@@ -68,7 +68,7 @@ impl RemovalReplay<'_> {
     }
 }
 
-/// The mean loss per label of `batch` with the weights of `state`, by a forward pass.
+/// The mean loss per label of `batch`, which has some, with the weights of `state`, by a forward pass.
 pub(super) fn loss_of(
     spec: &RunSpec,
     state: &State,
@@ -79,5 +79,5 @@ pub(super) fn loss_of(
     let losses = model.map(batch, |input, Weights { weights, biases }| {
         model::losses(model.options(), model.config(), weights, biases, input)
     })?;
-    Ok(tree::total(losses) / batch.label_count.max(1) as f64)
+    Ok(tree::total(losses) / batch.label_count as f64)
 }

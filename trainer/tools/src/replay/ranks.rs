@@ -2,8 +2,7 @@
 
 use std::path::Path;
 
-use serde_json::Value;
-use trainer::events;
+use trainer::events::{self, RanksEvent};
 use trainer::mesh::{Degrees, GradReduce};
 
 /// The ranks that trained a step.
@@ -21,19 +20,20 @@ pub(super) struct Ranks {
 /// count.
 pub(super) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
     let mut now = None;
-    let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
     for event in events::each(path)? {
         match event["event"].as_str() {
             Some("start") => {
                 let (degrees, grad_reduce) = (Degrees::ALONE, GradReduce::default());
                 now = Some(Ranks { world: 1, degrees, grad_reduce });
             }
-            Some("ranks") => {
-                let bucketed = event["grad_reduce"] == GradReduce::Bucketed.name();
-                let grad_reduce = if bucketed { GradReduce::Bucketed } else { GradReduce::Whole };
-                let [cp, tsp] = ["cp", "tsp"].map(|axis| number(&event[axis]).unwrap_or(1));
-                let degrees = Degrees { cp, tsp };
-                now = number(&event["world"]).map(|world| Ranks { world, degrees, grad_reduce });
+            Some(RanksEvent::NAME) => {
+                now = RanksEvent::of(&event).map(
+                    |RanksEvent { world, degrees, grad_reduce, .. }| Ranks {
+                        world,
+                        degrees,
+                        grad_reduce,
+                    },
+                );
             }
             Some("step") if event["step"] == step && event["again"] != true => return now,
             _ => (),
@@ -58,10 +58,14 @@ mod tests {
         events.write("start", json!({})).unwrap();
         events.write("step", step(1, false)).unwrap();
         events.write("start", json!({})).unwrap();
-        events.write("ranks", json!({"world": 3, "grad_reduce": "bucketed"})).unwrap();
+        let event = |world: u32, cp: u32, grad_reduce: &str| {
+            let transport = "gloo";
+            json!({"world": world, "cp": cp, "tsp": 1, "grad_reduce": grad_reduce, "transport": transport})
+        };
+        events.write("ranks", event(3, 1, "bucketed")).unwrap();
         events.write("step", step(1, true)).unwrap();
         events.write("step", step(2, false)).unwrap();
-        events.write("ranks", json!({"world": 4, "cp": 2, "grad_reduce": "whole"})).unwrap();
+        events.write("ranks", event(4, 2, "whole")).unwrap();
         events.write("step", step(3, false)).unwrap();
         let ranks = |world, cp, grad_reduce| {
             Some(Ranks { world, degrees: Degrees { cp, tsp: 1 }, grad_reduce })

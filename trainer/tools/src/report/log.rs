@@ -12,6 +12,7 @@ use contract::{Fault, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use store::regular;
+use trainer::events::RanksEvent;
 
 use super::odd::{OddReason, OddReasonKind, OddStep, add};
 use curriculum::stats::RecentValues;
@@ -244,7 +245,11 @@ impl EventLog {
         let fields: Value = serde_json::from_slice(text).unwrap_or_default();
         match event.event.as_str() {
             "validation" => return self.validated(event.step, &fields),
-            "evaluation" => return self.evaluated(event.step, &fields),
+            "evaluation" => {
+                let curves = trainer::metrics::between("evaluation", &fields).into_iter().flatten();
+                self.evaluation.insert(event.step, curves.collect());
+                return;
+            }
             _ => (),
         }
         if let Some((kind, words)) = self.happened(event, &fields) {
@@ -297,15 +302,6 @@ impl EventLog {
         let sources = fields["sources"].as_object().into_iter().flatten();
         let sources = sources.filter_map(|(name, one)| Some((name.clone(), loss(one)?))).collect();
         self.validation.insert(step, ValidationPoint { all, sources });
-    }
-
-    fn evaluated(&mut self, step: u64, fields: &Value) {
-        let tasks = fields["tasks"].as_object().into_iter().flatten();
-        let curves = tasks.flat_map(|(task, scores)| {
-            let curve = move |name| Some((format!("{name}/{task}"), scores[name].as_f64()?));
-            ["accuracy", "accuracy_norm", "log_likelihood"].into_iter().filter_map(curve)
-        });
-        self.evaluation.insert(step, curves.collect());
     }
 
     /// The kind and description of an event. Some events add a second entry.
@@ -400,12 +396,9 @@ impl EventLog {
                 let words = format!("connections without the run's key, refused so far: {refused}");
                 (NotableEventKind::Unauthenticated, words)
             }
-            "ranks" => {
-                let world = fields["world"].as_u64().or_else(|| fields["ranks"].as_u64());
-                (
-                    NotableEventKind::Ranks,
-                    world.map_or("ranks joined".to_owned(), |world| format!("{world} ranks")),
-                )
+            RanksEvent::NAME => {
+                let RanksEvent { world, .. } = RanksEvent::of(fields)?;
+                (NotableEventKind::Ranks, format!("{world} ranks"))
             }
             _ => return None,
         })

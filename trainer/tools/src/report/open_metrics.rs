@@ -89,7 +89,8 @@ mod tests {
     #[test]
     fn families_stand_together_and_names_are_escaped() {
         let curves = [
-            ("loss/all", 2.5),
+            ("total/loss", 2.5),
+            ("loss/all", 3.0),
             ("optimizer/lr", 1e-4),
             ("loss/we\"b", 2.0),
             ("data/tokens", 4096.0),
@@ -102,10 +103,12 @@ mod tests {
             # TYPE ztrain_gradient_norm gauge\n\
             ztrain_gradient_norm{run=\"a\\\\b\",layer=\"layer 1\"} 0.5\n\
             # TYPE ztrain_loss gauge\n\
-            ztrain_loss{run=\"a\\\\b\",source=\"all\"} 2.5\n\
+            ztrain_loss{run=\"a\\\\b\",source=\"all\"} 3\n\
             ztrain_loss{run=\"a\\\\b\",source=\"we\\\"b\"} 2\n\
             # TYPE ztrain_optimizer_lr gauge\n\
             ztrain_optimizer_lr{run=\"a\\\\b\"} 0.0001\n\
+            # TYPE ztrain_total_loss gauge\n\
+            ztrain_total_loss{run=\"a\\\\b\"} 2.5\n\
             # TYPE ztrain_step gauge\n\
             ztrain_step{run=\"a\\\\b\"} 3\n\
             # TYPE ztrain_running gauge\n\

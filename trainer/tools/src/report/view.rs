@@ -1,13 +1,15 @@
 //! A run for display: its ledger and its events, read once from the beginning, then followed.
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, note};
 use curriculum::Curriculum;
 use loader::open::no_run;
 use serde_json::Value;
+use store::regular;
 
 use super::bins::{Bins, Merge};
 use super::log::{EventLog, ValidationPoint};
@@ -66,6 +68,18 @@ pub struct RunView {
     pub(super) last: Option<StepSummaryFields>,
     /// The lines of odd steps.
     pub(super) details: BTreeMap<u64, StepSummaryFields>,
+    /// Warnings about explanations, each of which is printed once.
+    warned: RefCell<BTreeSet<String>>,
+}
+
+/// The explanation of `step` in a file, or why it is none.
+fn explanation(path: &Path, step: u64) -> std::result::Result<Value, String> {
+    let text = regular::read(path).map_err(|error| error.to_string())?;
+    let value: Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+    match value["step"] == step {
+        true => Ok(value),
+        false => Err(format!("it explains step {}, not step {step}", value["step"])),
+    }
 }
 
 impl RunView {
@@ -102,6 +116,7 @@ impl RunView {
             updates: by_layer(Merge::Most),
             last: None,
             details: BTreeMap::new(),
+            warned: RefCell::default(),
         };
         view.refresh()?;
         Ok(view)
@@ -171,7 +186,7 @@ impl RunView {
             curves.extend(metrics::curves(seen, &self.layer_names(), None));
         }
         if let Some((_, ValidationPoint { all, sources })) = validation.last_key_value() {
-            curves.push(("validation/all".to_owned(), *all));
+            curves.push(("total/validation".to_owned(), *all));
             curves.extend(sources.iter().map(|(name, loss)| (format!("validation/{name}"), *loss)));
         }
         let scores = evaluation.last_key_value().into_iter().flat_map(|(_, scores)| scores);
@@ -222,7 +237,8 @@ impl RunView {
         Curriculum::parse(text, &format!("the curriculum in {}", self.folder.ledger().display()))
     }
 
-    /// Saved explanations by step: the files `explained/step-N.json` of the run's folder.
+    /// Saved explanations by step: the files `explained/step-N.json` of the run's folder. One that is still being
+    /// written, or is not of its step, is left out with a warning.
     pub fn explained(&self) -> Result<BTreeMap<u64, Value>> {
         let folder = self.folder.explained();
         let mut found = BTreeMap::new();
@@ -236,14 +252,17 @@ impl RunView {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             let step = name.strip_prefix("step-").and_then(|name| name.strip_suffix(".json"));
             let Some(step) = step.and_then(|step| step.parse().ok()) else { continue };
-            let text =
-                fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
-            let value = serde_json::from_str(&text).map_err(|error| {
-                Fault::data(format!("this explanation cannot be read: {error}"))
-                    .at(path.display().to_string())
-                    .hint("make it again with `ztrain explain --json`, or remove it")
-            })?;
-            found.insert(step, value);
+            match explanation(&path, step) {
+                Ok(value) => {
+                    found.insert(step, value);
+                }
+                Err(why) => {
+                    let warning = format!("warning: {}: left out: {why}", path.display());
+                    if self.warned.borrow_mut().insert(warning.clone()) {
+                        note!("{warning}");
+                    }
+                }
+            }
         }
         Ok(found)
     }

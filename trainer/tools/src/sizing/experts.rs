@@ -1,7 +1,7 @@
 //! Measures the matmuls of a layer's experts on a device, with each implementation: does training use the fastest?
 
 use contract::Result;
-use kernels::ops::{DEVICE, Dispatch, EXPERTS, OpsTable, REFERENCE};
+use kernels::ops::{DEVICE, Dispatch, EXPERTS, ExpertInput, OpsTable, REFERENCE};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -15,9 +15,12 @@ pub struct ExpertMatmuls {
     pub count: i64,
     /// The shape of a matmul; rows of all experts together.
     pub shape: MatmulShape,
+    /// Whether these are all matmuls of a layer, as one with the columns of gate, up and down, and what else the layer
+    /// does between tokens and rows of results: sorting them, and SwiGLU.
+    pub layer: bool,
 }
 
-/// Operations per second, by implementation. Rows are already sorted by expert, as in training.
+/// Operations of matmuls per second, by implementation. Rows are already sorted by expert, except for a whole layer.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ExpertRates {
     /// The one that training uses.
@@ -104,8 +107,13 @@ impl BenchOptions {
             ExpertPass::Backward => 2.0 * operations / seconds,
         };
         let rates = |way| -> Result<ExpertRates> {
-            let by =
-                |ops: OpsTable| -> Result<f64> { Ok(rate(way, self.grouped(of, kind, ops, way)?)) };
+            let by = |ops: OpsTable| -> Result<f64> {
+                let seconds = match of.layer {
+                    true => self.layer(of, kind, ops, way)?,
+                    false => self.grouped(of, kind, ops, way)?,
+                };
+                Ok(rate(way, seconds))
+            };
             let [own, library] = EXPERTS;
             Ok(ExpertRates {
                 trained: by(self.workers.ops())?,
@@ -116,6 +124,38 @@ impl BenchOptions {
             })
         };
         Ok([rates(ExpertPass::Forward)?, rates(ExpertPass::Backward)?])
+    }
+
+    /// Seconds of a layer's experts by a table.
+    fn layer(self, of: ExpertMatmuls, kind: Kind, ops: OpsTable, way: ExpertPass) -> Result<f64> {
+        let MatmulShape { rows, inner: hidden, columns } = of.shape;
+        let inner = columns / 3;
+        let one = || {
+            let choice = Tensor::f_from_slice(&of.choice())?.f_to_device(self.device)?;
+            let by = ops.dispatch(&choice, of.count + 1)?;
+            let [x, grad] = [0, 1].map(|_| self.random(&[rows, hidden], kind));
+            let gate_up = self.random(&[of.count, 2 * inner, hidden], kind)?;
+            let down = self.random(&[of.count, hidden, inner], kind)?;
+            let input = ops.expert_input(&x?, &by)?;
+            let made = ops.grouped_swiglu(&input, &gate_up, &by)?;
+            Ok((input, ops.permute(&grad?, &by)?, [gate_up, down], made, by))
+        };
+        let work = |own: &mut (ExpertInput, Tensor, [Tensor; 2], [Tensor; 2], Dispatch)| {
+            let (input, grad, [gate_up, down], [both, product], by) = own;
+            if way == ExpertPass::Forward {
+                let (ExpertInput::Sorted(x) | ExpertInput::Tokens(x)) = input;
+                let tokens = x.f_narrow(0, 0, rows)?;
+                let input = ops.expert_input(&tokens, by)?;
+                let [_, product] = ops.grouped_swiglu(&input, gate_up, by)?;
+                return ops.grouped_matmul(&product, down, by).map(drop);
+            }
+            let both = ops.grouped_swiglu_backward(grad, down, both, by)?;
+            let product = ExpertInput::Sorted(product.shallow_clone());
+            drop(ops.grouped_matmul_weights(grad, &product, by)?);
+            drop(ops.grouped_matmul_input(&both, gate_up, by)?);
+            ops.grouped_matmul_weights(&both, input, by).map(drop)
+        };
+        self.time_cold(of.bytes(kind), one, work)
     }
 
     /// Seconds of a table's grouped matmul.
@@ -134,7 +174,8 @@ impl BenchOptions {
                 return ops.grouped_matmul(rows, weights, by).map(drop);
             }
             drop(ops.grouped_matmul_input(grad, weights, by)?);
-            ops.grouped_matmul_weights(grad, rows, by).map(drop)
+            let rows = ExpertInput::Sorted(rows.shallow_clone());
+            ops.grouped_matmul_weights(grad, &rows, by).map(drop)
         };
         self.time_cold(of.bytes(kind), one, work)
     }
@@ -166,11 +207,11 @@ mod tests {
 
     #[test]
     fn rows_are_spread_as_a_balanced_router_spreads_them() {
-        let of =
-            ExpertMatmuls { count: 16, shape: MatmulShape { rows: 4096, inner: 8, columns: 8 } };
+        let shape = MatmulShape { rows: 4096, inner: 8, columns: 8 };
+        let of = ExpertMatmuls { count: 16, shape, layer: false };
         assert_eq!(of.choice().len(), 4096);
         assert!((257..320).contains(&of.most()), "{} rows of 256 in the mean", of.most());
-        let few = ExpertMatmuls { count: 4, shape: MatmulShape { rows: 3, inner: 8, columns: 8 } };
+        let few = ExpertMatmuls { count: 4, shape: MatmulShape { rows: 3, ..shape }, ..of };
         assert!((1..=3).contains(&few.most()));
     }
 

@@ -5,7 +5,8 @@
 //! it is from the limit of memory.
 
 use kernels::ops::{
-    AdamWStep, ConvShift, CrossEntropy, Dispatch, OpsTable, QueryKey, REFERENCE, ResidualScaling,
+    AdamWStep, ConvShift, CrossEntropy, Dispatch, ExpertRows, OpsTable, QueryKey, REFERENCE,
+    ResidualScaling,
 };
 use tch::Kind::{Float, Int64};
 use tch::{Kind, Tensor};
@@ -93,7 +94,7 @@ impl MicroBatchSizes {
             [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&rows, Float)]].concat();
         vec![
             self.operation("norm", &norm, &[(n * d, Float)], |ops, by, t| {
-                ops.rms_norm(&t[0], &t[1], by.numbers.config.rms_norm_eps).map(drop)
+                ops.rms_norm(&t[0], &t[1], by.numbers.config.rms_norm_eps, Kind::Float).map(drop)
             }),
             self.operation("norm, back", &back, &[(n * d, Float)], |ops, _, t| {
                 ops.rms_norm_backward(&t[0], &t[1], &t[2], &t[3]).map(drop)
@@ -187,7 +188,8 @@ impl MicroBatchSizes {
             ),
             self.operation("back to tokens", &gather, &[(n * d, Float)], |ops, by, t| {
                 let x = t[0].f_narrow(0, 0, by.order.rows)?;
-                ops.gather(&x, by.order, None, &t[1]).map(drop)
+                ops.gather(ExpertRows { x: &x, by: by.order, passed: None, by_token: &t[1] })
+                    .map(drop)
             }),
             self.operation(
                 "back to tokens, back",
@@ -195,7 +197,8 @@ impl MicroBatchSizes {
                 &[(n * d, Float)],
                 |ops, by, t| {
                     let x = t[0].f_narrow(0, 0, by.order.rows)?;
-                    ops.gather_backward(&x, by.order, None, &t[1], &t[2]).map(drop)
+                    let rows = ExpertRows { x: &x, by: by.order, passed: None, by_token: &t[1] };
+                    ops.gather_backward(rows, &t[2]).map(drop)
                 },
             ),
         ]

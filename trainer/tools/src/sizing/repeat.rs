@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use kernels::ops::{AttentionSpan, OpsTable, ParamGradient, REFERENCE};
+use kernels::ops::{AttentionSpan, ExpertInput, OpsTable, ParamGradient, REFERENCE};
 use kernels::{Result as Computed, checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -193,7 +193,8 @@ impl RepeatOptions {
             )?;
             let input = || rows_in_use(ops.grouped_matmul_input(&grad, &weights, &dispatch)?);
             self.asked(row(WAYS[1]), input, found)?;
-            let to_weights = || made(ops, ops.grouped_matmul_weights(&grad, &x, &dispatch)?);
+            let operand = ExpertInput::Sorted(x.shallow_clone());
+            let to_weights = || made(ops, ops.grouped_matmul_weights(&grad, &operand, &dispatch)?);
             self.asked(row(WAYS[2]), to_weights, found)?;
         }
         if kind == Kind::BFloat16 && [inner, columns].iter().all(|width| width % 8 == 0) {

@@ -59,11 +59,17 @@ pub(crate) fn of_micro_batch(
         };
         // Permutation to the order of a token's experts and back.
         let moved = f(config.num_experts_per_tok) * hidden;
+        // The way back of a norm that brought rows back to their tokens does so again.
+        let late = config.num_experts_per_tok + config.num_shared_experts == 1;
+        let again = if late { w + 4.0 + cast } else { 0.0 };
         all.extend([
             (StepPart::Router, tokens * (router + CLASSES[0])),
             (StepPart::RouterBack, tokens * (router_back + CLASSES[1])),
             (StepPart::Experts, tokens * moved * (3.0 * w + 4.0 + cast)),
-            (StepPart::ExpertsBack, tokens * moved * (8.0 + 4.0 * w + 2.0 * cast) + weights),
+            (
+                StepPart::ExpertsBack,
+                tokens * moved * (8.0 + 4.0 * w + 2.0 * cast + again) + weights,
+            ),
         ]);
     }
     all

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::device::pieces::table;
 use crate::ops::NewtonSchulz;
 
-/// Rows and columns of a block (`SIDE` in `products.h`).
+/// Rows and columns of a block (`SMALL` in `products.h`).
 const SIDE: i64 = 64;
 
 /// One of the iterated matrices: `rows` x `columns` in memory, as given.

@@ -187,7 +187,7 @@
         if (index < 0) return [reading("", "none yet")];
         const header = `step ${int(run().steps[index])}`;
         const listed = names.map((name, one) => swatch(css(colourOf(name)), name, num(of()[one][index])));
-        return whole ? [reading(`${header}: all`, num(run().all[index])), ...(names.length > 1 ? listed : [])] : [reading("", header), ...listed];
+        return whole ? [reading(`${header}: all sources`, num(run().all[index])), ...(names.length > 1 ? listed : [])] : [reading("", header), ...listed];
       },
     });
   };
