@@ -223,12 +223,12 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
     zdata(&[&["task", "run", "--index", "0"], &of[..]].concat()).ok();
     zdata(&[&["task", "merge", "--out", arg(&empty)], &of[..]].concat())
         .fails(3, &["nothing is left of source \"x\"", "2 records", "1 malformed"]);
-    scratch.write("in/a.jsonl", json_lines(1, 5));
+    scratch.write("in/a.jsonl", json_lines(1, 5) + "{\"text\": \"\"}\n");
     let strict = "[[prepare]]\nstep = \"length\"\nmin_words = 100000\n";
     let text = std::fs::read_to_string(&skip).unwrap();
     let strict = scratch.write("strict.toml", text + strict);
     zdata(&["build", arg(&strict), "--out", arg(&empty)])
-        .fails(3, &["nothing is left of source \"x\"", "5 length: ", "loosen the steps"]);
+        .fails(3, &["nothing is left of source \"x\"", "5 length: ", "1 empty", "loosen the steps"]);
     assert!(!empty.join("manifest.json").exists());
 }
 
@@ -277,6 +277,12 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     let built = zdata(&["build", arg(&file), "--out", arg(&folder.join("store"))]);
     let none = "note: source notes: 1 document is too little for a validation split of 1/1000: none was held out";
     assert!(built.err.contains(none), "{built:?}");
+    built.ok();
+    let nearly = fs::read_to_string(&file).unwrap().replace("1/1000", "9999/10000");
+    let nearly = scratch.write("own/nearly.toml", nearly);
+    let built = zdata(&["build", arg(&nearly), "--out", arg(&folder.join("nearly"))]);
+    let all = "note: source notes: a validation split of 9999/10000 holds out 1 document: none is left to train on";
+    assert!(built.err.contains(all), "{built:?}");
     built.ok();
     // One of the sources is a note of six bytes.
     zdata(&["plan", arg(&folder.join("curriculum.toml"))]).ok();

@@ -283,7 +283,7 @@ fn exports_and_imports_survive_crashes() {
         width: None,
         begin: None,
         end: None,
-        column: String::new(),
+        column: None,
         validation: Ratio::new(1, 7),
         unit: 64,
         part_bytes: 100,

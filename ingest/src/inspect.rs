@@ -139,6 +139,14 @@ pub fn notes(manifest: &Manifest) -> Vec<String> {
         if accounting.validation == 0 && manifest.validation != "0" {
             notes.push(format!("note: {}", none_held_out(manifest, source)));
         }
+        if accounting.train == 0 && accounting.validation > 0 && manifest.validation != "0" {
+            notes.push(format!(
+                "note: source {}: a validation split of {} holds out {}: none is left to train on",
+                source.name,
+                manifest.validation,
+                many(accounting.validation, "document")
+            ));
+        }
     }
     notes
 }

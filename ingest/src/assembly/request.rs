@@ -223,16 +223,18 @@ pub(crate) fn nothing_left<'a>(
     let dropped: Vec<(u64, &str)> = dropped.collect();
     let read: u64 = dropped.iter().map(|(count, _)| count).sum();
     let reasons: Vec<String> = dropped.iter().map(|(n, reason)| format!("{n} {reason}")).collect();
-    let unread = dropped.iter().any(|(_, reason)| !recipe::is_reason(reason));
+    // What dropped most is what to change.
+    let by_steps = dropped.iter().filter(|(_, reason)| recipe::is_reason(reason));
+    let by_steps: u64 = by_steps.map(|(count, _)| count).sum();
     Fault::data(format!("nothing is left of source {source:?}"))
         .found(format!("{}: {}", counted(read, "record"), reasons.join(", ")))
         .wanted("at least one document")
-        .hint(match unread {
-            true => {
+        .hint(match by_steps > read - by_steps {
+            true => "loosen the steps of the source, or take it out of the corpus",
+            false => {
                 "`zdata build CORPUS.toml --check` lists the records; check `text` of the source, \
                      or take it out of the corpus"
             }
-            false => "loosen the steps of the source, or take it out of the corpus",
         })
 }
 

@@ -21,18 +21,28 @@ use crate::disk::Disk;
 /// The largest `.metadata` that is read.
 const METADATA_BYTES: u64 = 1 << 16;
 
-/// The token width that `.metadata` states, if the file exists.
-fn stated_width(disk: &dyn Disk, path: &Path) -> Result<Option<(Width, InputRecord)>> {
+/// What `.metadata` states.
+struct Stated {
+    width: Width,
+    /// `None` if its second line is no number.
+    tokens: Option<u64>,
+    record: InputRecord,
+}
+
+/// What `.metadata` states, if the file exists.
+fn stated(disk: &dyn Disk, path: &Path) -> Result<Option<Stated>> {
     let path = beside(path, ".metadata");
     if !path.exists() {
         return Ok(None);
     }
     let (bytes, record) = Hashing::whole(disk, &path, METADATA_BYTES)?;
     let text = String::from_utf8_lossy(&bytes);
-    let line = text.lines().next().unwrap_or_default();
+    let mut lines = text.lines();
+    let line = lines.next().unwrap_or_default();
+    let tokens = lines.next().and_then(|count| count.trim().parse().ok());
     let size = line.rsplit_once('|').and_then(|(_, size)| size.trim().parse().ok());
     match size.and_then(Width::of_size) {
-        Some(width) => Ok(Some((width, record))),
+        Some(width) => Ok(Some(Stated { width, tokens, record })),
         None => Err(damaged(&path, "it does not say how wide a token is")
             .found(format!("{:?}", line.chars().take(80).collect::<String>()))
             .wanted("NAME|2 or NAME|4")),
@@ -44,7 +54,7 @@ pub(super) struct Reader {
     tokens: TokenFile,
     index: BufReader<Hashing>,
     path: PathBuf,
-    metadata: Option<InputRecord>,
+    stated: Option<Stated>,
     left: u64,
 }
 
@@ -68,9 +78,8 @@ impl Reader {
                 .found(counted(index.bytes, "byte"))
                 .wanted("a multiple of 8"));
         }
-        let metadata = stated_width(disk, path)?;
-        let stated = metadata.as_ref().map(|(width, _)| *width);
-        let width = match (hints.width, stated) {
+        let stated = stated(disk, path)?;
+        let width = match (hints.width, stated.as_ref().map(|stated| stated.width)) {
             (Some(hint), Some(stated)) if hint.bytes() != stated.bytes() => {
                 return Err(Fault::usage("--dtype differs from .metadata")
                     .at(path.display().to_string())
@@ -85,9 +94,24 @@ impl Reader {
             tokens: TokenFile::open(disk, path, width, hints.vocab)?,
             index: BufReader::with_capacity(64 << 10, index),
             path: index_path,
-            metadata: metadata.map(|(_, record)| record),
+            stated,
             left,
         })
+    }
+}
+
+impl Reader {
+    /// Refuses files that have fewer or more tokens than `.metadata` states.
+    fn agrees(&self) -> Result<()> {
+        match self.stated.as_ref().and_then(|stated| stated.tokens) {
+            Some(stated) if stated != self.tokens.at => {
+                let path = self.path.with_extension("metadata");
+                let fault =
+                    damaged(&path, "it states another number of tokens than its files have");
+                Err(fault.found(stated).wanted(self.tokens.at))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -116,7 +140,7 @@ impl Documents for Reader {
         tokens.clear();
         if self.left == 0 {
             self.tokens.finish()?;
-            return Ok(None);
+            return self.agrees().map(|()| None);
         }
         self.left -= 1;
         let mut word = [0; 8];
@@ -135,7 +159,8 @@ impl Documents for Reader {
 
     fn inputs(&self) -> Vec<InputRecord> {
         let index = self.index.get_ref().record(0);
-        [self.tokens.record(), index].into_iter().chain(self.metadata.clone()).collect()
+        let stated = self.stated.as_ref().map(|stated| stated.record.clone());
+        [self.tokens.record(), index].into_iter().chain(stated).collect()
     }
 }
 

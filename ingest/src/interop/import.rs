@@ -57,8 +57,8 @@ pub struct Import {
     pub begin: Option<String>,
     /// The token that ends each document, if any: checked and recorded.
     pub end: Option<String>,
-    /// The column of tokens (MDS).
-    pub column: String,
+    /// The column of tokens, only for MDS; `None`: `tokens`.
+    pub column: Option<String>,
     /// The share of documents to hold out of the parts that are not held out as a whole.
     pub validation: Ratio,
     /// Tokens in a unit.
@@ -80,12 +80,18 @@ pub enum Imported {
 
 /// Imports.
 pub fn import(request: &Import) -> Result<Imported> {
+    if let (Some(column), true) = (&request.column, request.peer != Peer::Mds) {
+        return Err(Fault::usage("only files of MDS have columns")
+            .at("--column")
+            .found(format!("{column:?} for files of {}", request.peer.name()))
+            .hint("leave it out"));
+    }
     let tokenizer = Tokenizer::read(&request.tokenizer, Engine::Reference)?;
     let empty = empty(request, &tokenizer)?;
     let hints = Hints {
         width: request.width,
         end: empty.tokenizer.end,
-        column: request.column.clone(),
+        column: request.column.as_deref().unwrap_or("tokens").to_owned(),
         vocab: tokenizer.vocab(),
     };
     let names = names(request)?;
@@ -295,10 +301,12 @@ impl Source<'_> {
 
     /// The request as text: part of the identity.
     fn preparation<'b>(&self, parts: impl Iterator<Item = &'b Part>) -> String {
-        let Import { peer, width, column, .. } = self.request;
+        let Import { peer, width, .. } = self.request;
         let width = width.map_or("stated", Width::name);
-        let column =
-            if *peer == Peer::Mds { format!(" column={}", quoted(column)) } else { String::new() };
+        let column = match peer {
+            Peer::Mds => format!(" column={}", quoted(&self.hints.column)),
+            _ => String::new(),
+        };
         let held: String = parts.map(|part| if part.held_out { '1' } else { '0' }).collect();
         format!("import={} dtype={width}{column} held={held}", peer.name())
     }

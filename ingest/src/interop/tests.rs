@@ -72,7 +72,7 @@ impl Bench {
             width: None,
             begin: None,
             end: None,
-            column: "tokens".to_owned(),
+            column: None,
             validation: Ratio::new(0, 1),
             unit: 64,
             part_bytes: 100,
@@ -433,6 +433,21 @@ fn what_no_store_can_keep_is_refused() {
     fs::write(bench.path("a.ds.loss"), [1; 5]).unwrap();
     let fault = read(Peer::Datatrove, &ds).unwrap_err().to_string();
     assert!(fault.contains("loss mask"), "{fault}");
+    fs::remove_file(bench.path("a.ds.loss")).unwrap();
+    let tokens: usize = golden_docs().iter().map(Vec::len).sum();
+    for (text, word) in [
+        (format!("t|2\n{tokens}\n5"), None),
+        ("t|2\nno number".to_owned(), None),
+        (format!("t|2\n{}\n5", tokens + 1), Some("another number of tokens")),
+        ("t|two\n".to_owned(), Some("how wide")),
+    ] {
+        fs::write(bench.path("a.ds.metadata"), text).unwrap();
+        let fault = read(Peer::Datatrove, &ds).err().map(|fault| fault.to_string());
+        assert_eq!(fault.is_some(), word.is_some(), "{fault:?}");
+        let told = fault.unwrap_or_default();
+        assert!(told.contains(word.unwrap_or_default()), "{told}");
+        assert!(word.is_none() || told.contains("a.ds.metadata"), "{told}");
+    }
     fs::write(bench.path("n.npy"), b"\x93NUMPY\x01\x00").unwrap();
     let fault = read(Peer::Olmo, &bench.path("n.npy")).unwrap_err().to_string();
     assert!(fault.contains("NumPy"), "{fault}");
@@ -479,7 +494,12 @@ fn markers_and_other_requests_are_checked() {
     let fault = import(&request).unwrap_err().to_string();
     assert!(fault.contains("--begin"), "{fault}");
     assert!(!bench.path("store").exists());
-    (request.begin, request.end) = (None, Some("<|end|>".to_owned()));
+    (request.begin, request.column) = (None, Some("ids".to_owned()));
+    let fault = import(&request).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage, "{fault}");
+    assert!(fault.to_string().starts_with("--column: only files of MDS"), "{fault}");
+    assert!(!bench.path("store").exists());
+    (request.column, request.end) = (None, Some("<|end|>".to_owned()));
     let Imported::Done(manifest, _) = import(&request).unwrap() else { panic!("a new store") };
     assert_eq!(manifest.tokenizer.end, Some(256));
     assert!(!bench.path("store.partial").exists() && !bench.path("store/.build").exists());

@@ -236,7 +236,12 @@ fn leaf(
     }
     if !is_plain(column) {
         let kind = match column.logical_type_ref() {
-            Some(kind) => format!("{kind:?}"),
+            // Its name, without the parameters behind it.
+            Some(kind) => {
+                let shown = format!("{kind:?}").to_lowercase();
+                let end = shown.find(|c: char| !c.is_alphanumeric()).unwrap_or(shown.len());
+                format!("{} of type {}", column.physical_type(), &shown[..end])
+            }
             None => column.converted_type().to_string(),
         };
         return Err(wrong_column(path, name, kind, wanted));

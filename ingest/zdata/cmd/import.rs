@@ -42,9 +42,9 @@ pub(crate) struct Args {
     /// The token that ends each document already, if one does.
     #[arg(long)]
     end: Option<String>,
-    /// The column of tokens (MDS).
-    #[arg(long, default_value = "tokens")]
-    column: String,
+    /// The column of tokens (MDS) [default: tokens].
+    #[arg(long)]
+    column: Option<String>,
     /// Share of the documents to hold out, taken exactly.
     #[arg(long, default_value = "0", value_parser = share)]
     validation: Ratio,

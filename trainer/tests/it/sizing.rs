@@ -33,13 +33,12 @@ fn fleet(ranks: u32) -> Fleet {
 fn plan(spec: &RunSpec, fleet: &Fleet, cluster: &Cluster) -> Vec<(StepTime, Vec<String>)> {
     let needs = needs(spec, fleet).unwrap();
     let setting = PlannedRun { spec, cluster, fleet };
-    let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
-    let of = |(first, phase)| {
-        let time = estimate::step(setting, first, phase).unwrap();
-        let hints = hints::of_phase(setting, first, phase, &time, None).unwrap();
+    let of = |phase| {
+        let time = estimate::step(setting, phase).unwrap();
+        let hints = hints::of_phase(setting, phase, &time, None).unwrap();
         (time, hints)
     };
-    firsts.zip(&needs.phases).map(of).collect()
+    needs.phases.iter().map(of).collect()
 }
 
 #[test]
@@ -112,6 +111,31 @@ fn who_is_faster_than_others_waits_for_them() {
     let [left, right] = [0.0, 10.0]
         .map(|uneven| plan(&spec, &alone, &Cluster { uneven, ..alike.clone() })[0].0.seconds);
     assert_eq!(left, right, "one rank waits for nobody");
+}
+
+/// A change of the dtype within a phase is planned for the steps after it, and for no other phase.
+#[test]
+fn each_part_of_a_phase_has_its_own_time() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula/phase3.toml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let shipped = RunSpec::for_planning(&OpenedCurriculum::open_text(&path, text.clone()).unwrap());
+    let amended = text + "[[amendment]]\nstep = 3\ndtype = \"f32\"\n";
+    let amended = RunSpec::for_planning(&OpenedCurriculum::open_text(&path, amended).unwrap());
+    let (fleet, cluster) = (fleet(1024), published());
+    let [shipped, amended] =
+        [shipped.unwrap(), amended.unwrap()].map(|spec| plan(&spec, &fleet, &cluster));
+    let seconds = |all: &[(StepTime, Vec<String>)]| -> Vec<(u64, f64)> {
+        all.iter().map(|(time, _)| (time.first_step, time.seconds)).collect()
+    };
+    let ([first, rest @ ..], found) = (&seconds(&shipped)[..], seconds(&amended)) else {
+        panic!("no phase");
+    };
+    assert_eq!(found.len(), rest.len() + 2);
+    assert_eq!((found[0], found[1].0), (*first, 3));
+    assert!(found[1].1 > first.1, "f32 is slower than bf16: {found:?}");
+    for (amended, shipped) in found[2..].iter().zip(rest) {
+        assert!(amended.0 == shipped.0 && amended.1 > shipped.1, "{amended:?}, {shipped:?}");
+    }
 }
 
 /// The third phase with sequences cut into chunks, and fewer sequences per step than ranks.

@@ -74,13 +74,12 @@ pub(super) fn estimate(
 ) -> Result<ClusterEstimate> {
     let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let mut phases = Vec::new();
-    let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
-    for (first, phase) in firsts.zip(&needs.phases) {
-        let time = estimate::step(setting, first, phase)?;
+    for phase in &needs.phases {
+        let time = estimate::step(setting, phase)?;
         let keeping = estimate::keeping(setting, &needs.checkpoint, time.seconds);
-        let mut hints = hints::of_phase(setting, first, phase, &time, keeping.as_ref())?;
+        let mut hints = hints::of_phase(setting, phase, &time, keeping.as_ref())?;
         if phases.is_empty() {
-            hints.extend(hints::of_shapes(&setting.spec.model_at(first)?.config));
+            hints.extend(hints::of_shapes(setting.spec.config()));
         }
         phases.push(PhaseEstimate { time, keeping, hints });
     }
@@ -160,8 +159,8 @@ impl ClusterEstimate {
         let mut lines = vec![format!("\non {}:", terminal::name(&self.cluster))];
         lines
             .extend(self.assumed.iter().map(|what| format!("  assumed: {}", terminal::name(what))));
-        self.phases.iter().for_each(|phase| phase.lines(&mut lines));
-        lines.extend(degree_lines(&self.degrees));
+        self.phases.iter().for_each(|phase| phase.lines(self, &mut lines));
+        lines.extend(self.degree_lines());
         if let Some(SimulatedRun { run, expected_goodput, found }) = &self.simulated {
             lines.push(format!(
                 "simulated {} days: {} steps kept, {} lost, {} failures, {} restarts, {} of stalls, {} of restarts",
@@ -182,36 +181,50 @@ impl ClusterEstimate {
         }
         lines.join("\n") + "\n"
     }
-}
 
-/// A line for each degree, the fastest that fits marked.
-fn degree_lines(degrees: &[Degree]) -> Vec<String> {
-    let line = |one: &Degree| {
-        let others = degrees.iter().filter(|other| other.phase == one.phase && other.fits);
-        let best = others.map(|other| other.seconds).fold(f64::INFINITY, f64::min);
-        let word = match (one.fits, one.seconds <= best) {
-            (false, _) => "  does not fit",
-            (true, true) => "  the fastest that fits",
-            (true, false) => "",
+    /// A phase for people, with its first step where the batch or the dtype changes within the phase of that name.
+    fn named(&self, phase: &str, first_step: u64) -> String {
+        let name = terminal::name(phase);
+        match self.phases.iter().filter(|one| one.time.phase == phase).count() {
+            0 | 1 => name.to_string(),
+            _ => format!("{name} from step {first_step}"),
+        }
+    }
+
+    /// A line for each degree, the fastest that fits marked.
+    fn degree_lines(&self) -> Vec<String> {
+        let line = |one: &Degree| {
+            let of_phase = |other: &&Degree| other.first_step == one.first_step && other.fits;
+            let best = self
+                .degrees
+                .iter()
+                .filter(of_phase)
+                .map(|other| other.seconds)
+                .fold(f64::INFINITY, f64::min);
+            let word = match (one.fits, one.seconds <= best) {
+                (false, _) => "  does not fit",
+                (true, true) => "  the fastest that fits",
+                (true, false) => "",
+            };
+            format!(
+                "phase {} with --cp {} --tsp {}: {} a step, {} in the rank that holds most{word}",
+                self.named(&one.phase, one.first_step),
+                one.cp,
+                one.tsp,
+                seconds(one.seconds),
+                contract::words::bytes(one.memory)
+            )
         };
-        format!(
-            "phase {} with --cp {} --tsp {}: {} a step, {} in the rank that holds most{word}",
-            terminal::name(&one.phase),
-            one.cp,
-            one.tsp,
-            seconds(one.seconds),
-            contract::words::bytes(one.memory)
-        )
-    };
-    degrees.iter().map(line).collect()
+        self.degrees.iter().map(line).collect()
+    }
 }
 
 impl PhaseEstimate {
-    fn lines(&self, lines: &mut Vec<String>) {
+    fn lines(&self, all: &ClusterEstimate, lines: &mut Vec<String>) {
         let time = &self.time;
         lines.push(format!(
             "phase {}: {} a step, {:.0} tokens/s, utilisation {:.1} %, {} in all",
-            terminal::name(&time.phase),
+            all.named(&time.phase, time.first_step),
             seconds(time.seconds),
             time.tokens_per_s,
             100.0 * time.utilisation,

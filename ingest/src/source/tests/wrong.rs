@@ -46,6 +46,21 @@ fn numbers_and_dates_in_bytes_are_no_text() {
     }
 }
 
+/// By the format's own word for it.
+#[test]
+fn the_type_of_an_id_that_is_neither_text_nor_a_number_is_named() {
+    for (kind, named) in [("TIMESTAMP(MICROS,true)", "timestamp"), ("DECIMAL(9,2)", "decimal")] {
+        let schema =
+            format!("message m {{ required binary text (UTF8); required int64 id ({kind}); }}");
+        let schema = Arc::new(parse_message_type(&schema).unwrap());
+        let writer = SerializedFileWriter::new(Vec::new(), schema, Default::default()).unwrap();
+        let bytes = writer.into_inner().unwrap();
+        let told = refusal("x.parquet", &bytes, &Fields::at("text", Some("id")));
+        assert!(told.contains("column `id` has the wrong type"), "{told}");
+        assert!(told.contains(&format!("found:  INT64 of type {named}\n")), "{told}");
+    }
+}
+
 #[test]
 fn of_two_columns_with_one_name_none_is_taken() {
     let twice = "message m { required binary text (UTF8); required binary text (UTF8); }";

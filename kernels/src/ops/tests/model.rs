@@ -427,8 +427,10 @@ proptest! {
         let (down, vectors) = (of(&[size, width], 1).to_kind(kind), of(&[5, size], 2));
         let vector = |index| vectors.get(index);
         let [down_bias, norm, fc1_bias, fc2_bias, decay] = [0, 1, 2, 3, 4].map(vector);
-        let [fc1, fc2] = [3, 4].map(|index| of(&[size, size], index));
-        let (out, before) = (of(&[classes, size], 5), of(&[tokens, size], 6));
+        // As small as layers of this width are, or roundings of one would grow in the next.
+        let layer = |rows, index| of(&[rows, size], index) / (size as f64).sqrt();
+        let [fc1, fc2, out] = [(size, 3), (size, 4), (classes, 5)].map(|(rows, index)| layer(rows, index));
+        let before = of(&[tokens, size], 6);
         let by = RouterWeights {
             down: &down,
             down_bias: &down_bias,

@@ -93,7 +93,9 @@ pub struct RunNeeds {
 pub struct PhaseNeeds {
     /// Its name.
     pub name: String,
-    /// Its steps.
+    /// Its first step.
+    pub first_step: u64,
+    /// How many steps it has.
     pub steps: u64,
     /// Sequences in its first step.
     pub batch: u64,
@@ -262,6 +264,7 @@ fn phase_needs(
     let routed = vec![routed; config.num_hidden_layers as usize];
     Ok(PhaseNeeds {
         name,
+        first_step: first,
         steps: last + 1 - first,
         batch: step.batch,
         micro_batch: step.micro_batch,

@@ -10,7 +10,7 @@
 use contract::Result;
 use serde::Serialize;
 
-use super::estimate;
+use super::estimate::{self, StepTime};
 use super::standing::PlannedRun;
 use crate::plan::{self, Fleet};
 use trainer::mesh::{Degrees, Mesh};
@@ -23,6 +23,8 @@ const MOST: u32 = 64;
 pub struct Degree {
     /// The phase.
     pub phase: String,
+    /// The step, from which on its batch or dtype holds.
+    pub first_step: u64,
     /// The degrees, as for `ztrain --cp` and `--tsp`.
     pub cp: u32,
     /// See above.
@@ -38,7 +40,7 @@ pub struct Degree {
 /// Every phase with each degree that its cut allows; empty if no phase allows any.
 pub fn compared(setting: PlannedRun<'_>) -> Result<Vec<Degree>> {
     let PlannedRun { spec, cluster, fleet } = setting;
-    let firsts: Vec<u64> = spec.plan.phases().iter().map(|phase| phase.first_step).collect();
+    let firsts: Vec<u64> = spec.segments().into_iter().map(|(_, first, _)| first).collect();
     let powers = || (0..).map(|power| 1 << power).take_while(|degree| *degree <= MOST);
     let pairs = powers().flat_map(|tsp| powers().map(move |cp| Degrees { cp, tsp }));
     let mut found = Vec::new();
@@ -53,12 +55,12 @@ pub fn compared(setting: PlannedRun<'_>) -> Result<Vec<Degree>> {
         }
         let fleet = Fleet { degrees, ..fleet.clone() };
         let needs = plan::needs(spec, &fleet)?;
-        let phases = firsts.iter().zip(&needs.phases).zip(exact);
-        for ((first, needs), _) in phases.filter(|(_, exact)| *exact) {
-            let time = estimate::step(PlannedRun { fleet: &fleet, ..setting }, *first, needs)?;
+        for (needs, _) in needs.phases.iter().zip(exact).filter(|(_, exact)| *exact) {
+            let time = estimate::step(PlannedRun { fleet: &fleet, ..setting }, needs)?;
             let (memory, Degrees { cp, tsp }) = (needs.memory.sum(), degrees);
-            let (phase, fits) = (needs.name.clone(), memory <= cluster.memory_bytes);
-            found.push(Degree { phase, cp, tsp, seconds: time.seconds, memory, fits });
+            let StepTime { phase, first_step, seconds, .. } = time;
+            let fits = memory <= cluster.memory_bytes;
+            found.push(Degree { phase, first_step, cp, tsp, seconds, memory, fits });
         }
     }
     let shared = found.iter().any(|one| one.cp * one.tsp > 1);

@@ -37,6 +37,8 @@ use trainer::timing::{EXACTNESS, PARTS, StepPart};
 pub struct StepTime {
     /// The phase.
     pub phase: String,
+    /// The step, from which on its batch or dtype holds.
+    pub first_step: u64,
     /// Micro-batches that the busiest rank computes, and in how many rounds: one micro-batch per worker, or per rank.
     pub micro_batches: u64,
     /// See above.
@@ -97,15 +99,16 @@ impl SecondsByPart {
     }
 }
 
-/// The time of a step in `phase`; `needs` has its bytes.
-pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<StepTime> {
+/// The time of the phase's first step; `needs` has its bytes.
+pub fn step(setting: PlannedRun<'_>, needs: &PhaseNeeds) -> Result<StepTime> {
     let PlannedRun { spec, cluster, fleet } = setting;
+    let first = needs.first_step;
     let micro_batches = needs.batch / needs.micro_batch;
     let standing = RankArrangement::new(fleet, needs);
     let per_line = micro_batches.div_ceil(standing.lines);
     let rounds = per_line.div_ceil(standing.workers);
     let mut seconds = SecondsByPart([0.0; PARTS.len()]);
-    micro_batch(setting, first, needs, rounds as f64, standing, &mut seconds)?;
+    micro_batch(setting, needs, rounds as f64, standing, &mut seconds)?;
     let sum = |parts: [StepPart; 3]| parts.map(|part| seconds.of(part)).iter().sum::<f64>();
     let back = sum([StepPart::ExpertsBack, StepPart::RouterBack, StepPart::AttentionBack]);
     let forward = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
@@ -172,6 +175,7 @@ fn finish(
     let peak = cluster.bf16.peak().max(cluster.f32.peak()) * workers as f64;
     StepTime {
         phase: needs.name.clone(),
+        first_step: needs.first_step,
         micro_batches: counts.per_line,
         rounds: counts.rounds,
         idle_ranks: u64::from(fleet.ranks).saturating_sub(counts.micro_batches * together),
@@ -191,15 +195,14 @@ fn finish(
 /// `rounds` micro-batches, one after the other, on the busiest of the ranks that share them.
 fn micro_batch(
     PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
-    first: u64,
     needs: &PhaseNeeds,
     rounds: f64,
     standing: RankArrangement,
     seconds: &mut SecondsByPart,
 ) -> Result<()> {
-    let phase = spec.model_at(first)?;
+    let phase = spec.model_at(needs.first_step)?;
     let (config, chunks, together) = (&phase.config, phase.cut.chunks, standing.together);
-    let bf16 = spec.dtype_at(first) == Dtype::Bf16;
+    let bf16 = spec.dtype_at(needs.first_step) == Dtype::Bf16;
     let all = (needs.micro_batch * u64::from(needs.seq_len)) as i64;
     let (tokens, chunks) = ((all / chunks as i64).max(1), (chunks / together).max(1));
     let all = all / together as i64;

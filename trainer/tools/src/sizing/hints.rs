@@ -34,7 +34,6 @@ pub fn of_shapes(config: &ZayaConfig) -> Vec<String> {
 /// Rules that a phase breaks on the cluster.
 pub fn of_phase(
     setting: PlannedRun<'_>,
-    first: u64,
     needs: &PhaseNeeds,
     time: &StepTime,
     keeping: Option<&CheckpointCost>,
@@ -42,7 +41,7 @@ pub fn of_phase(
     let mut hints = Vec::new();
     hints.extend(memory(setting, needs));
     hints.extend(ranks(setting, needs, time));
-    hints.extend(small_products(setting, first, needs)?);
+    hints.extend(small_products(setting, needs)?);
     if time.gradients > time.hidden {
         hints.push(format!(
             "sending gradients takes {}, of which computation hides {}: use more micro-batches a rank with --grad-reduce \
@@ -113,15 +112,14 @@ fn ranks(
 /// A hint that names the largest of the matmuls that are too small for the peak, if they take a notable share.
 fn small_products(
     PlannedRun { spec, cluster, fleet: _ }: PlannedRun<'_>,
-    first: u64,
     needs: &PhaseNeeds,
 ) -> Result<Option<String>> {
-    let phase = spec.model_at(first)?;
+    let phase = spec.model_at(needs.first_step)?;
     let chunks = phase.cut.chunks.max(1);
     let whole = MicroBatchShape::whole(needs.micro_batch, needs.seq_len.into());
     let by = MicroBatchShape { cut: Cut { chunks, ..phase.cut }, ..whole };
     let all = &costs::of_micro_batch(&phase.config, by)?.matmuls;
-    let bf16 = spec.dtype_at(first) == curriculum::Dtype::Bf16;
+    let bf16 = spec.dtype_at(needs.first_step) == curriculum::Dtype::Bf16;
     let curve = if bf16 { &cluster.bf16 } else { &cluster.f32 };
     let (peak, sum) = (curve.peak(), all.iter().map(MatmulCount::operations).sum::<f64>());
     let slow = |it: &&MatmulCount| !it.wide && curve.at(it.shape.operations()) < ENOUGH * peak;
