@@ -227,8 +227,10 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
     let strict = "[[prepare]]\nstep = \"length\"\nmin_words = 100000\n";
     let text = std::fs::read_to_string(&skip).unwrap();
     let strict = scratch.write("strict.toml", text + strict);
-    zdata(&["build", arg(&strict), "--out", arg(&empty)])
-        .fails(3, &["nothing is left of source \"x\"", "5 length: ", "1 empty", "loosen the steps"]);
+    zdata(&["build", arg(&strict), "--out", arg(&empty)]).fails(
+        3,
+        &["nothing is left of source \"x\"", "5 length: ", "1 empty", "loosen the steps"],
+    );
     assert!(!empty.join("manifest.json").exists());
 }
 

@@ -12,7 +12,7 @@ use super::cut::Chunks;
 use super::layer::{Layer, LayerPlace, Pass};
 use super::layers::cca::Cca;
 use super::param::{ParamDeclarations, Weights};
-use super::parity::{Arrays, all_rounded, relative};
+use super::parity::{Arrays, all_rounded, assert_gradients, relative};
 use super::{
     ActivationCheckpointing, Attention, Cut, Decay, MicroBatchInput, MicroBatchOptions,
     MicroBatchOutput, SkipOutput, ZayaConfig, forward_backward_staged, losses, oracle, parameters,
@@ -50,17 +50,10 @@ impl Model {
             200,
         );
         let out = self.micro_batch(&arrays.input(), options);
-        assert!(relative(&out.token_losses, &losses) < 1e-6, "{options:?}");
+        assert!(relative(&out.token_losses, &losses) < 2e-6, "{options:?}");
         let z_loss = z_losses.sum(Kind::Double).double_value(&[]);
         assert!((out.z_loss - z_loss).abs() <= 1e-6 * z_loss, "{options:?}");
-        let mut worst = 0f64;
-        for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
-            let error = relative(a, b);
-            worst = worst.max(error);
-            // A temperature's gradient is one sum over all tokens, whose terms cancel: 2.4e-5 on one processor.
-            let most = if spec.name.ends_with(".temp") { 5e-5 } else { 2e-5 };
-            assert!(error < most, "{options:?} {}: {error:e}", spec.name);
-        }
+        let worst = assert_gradients(&specs, &out.grads, &grads, &options);
         println!("{options:?}: largest |a - b| / |b| against f64: {worst:.1e}");
     }
 }
