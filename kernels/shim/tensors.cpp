@@ -1,6 +1,7 @@
 // What every operation asks of its tensors, without an allocation: tch allocates the sizes that it returns, and asks
 // for an error message after each call.
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -8,10 +9,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/narrow.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <tuple>
+#include <utility>
 
 #include "shim.h"
 
@@ -67,6 +70,12 @@ int shim_sizes(const at::Tensor* tensor, int64_t* out, int64_t dimensions) {
   return 1;
 }
 
+// The size of a dimension; -1 if there is none.
+int64_t shim_extent(const at::Tensor* tensor, int64_t dimension) {
+  if (!tensor->defined() || dimension < 0 || dimension >= tensor->dim()) return -1;
+  return tensor->sizes()[dimension];
+}
+
 // The address of a contiguous tensor of this dtype on this device; 0 for any other tensor.
 int shim_address(const at::Tensor* tensor, int kind, int device, void** out) {
   if (!tensor->defined() || static_cast<int>(tensor->scalar_type()) != kind) return 0;
@@ -81,6 +90,26 @@ int shim_room(const int64_t* shape, int64_t dimensions, int kind, int number, at
     const at::AutoDispatchBelowADInplaceOrView plain;
     const auto options = at::TensorOptions(static_cast<at::ScalarType>(kind)).device(device(number));
     *out = new at::Tensor(at::empty({shape, static_cast<size_t>(dimensions)}, options));
+  });
+}
+
+// A view of a range of one dimension, as libtorch's `narrow` makes it by way of two other operators.
+int shim_part(const at::Tensor* tensor, int64_t dimension, int64_t first, int64_t length, at::Tensor** out) {
+  return operate([=] {
+    const auto sizes = tensor->sizes(), strides = tensor->strides();
+    const bool there = dimension >= 0 && dimension < tensor->dim();
+    if (!there || first < 0 || length < 0 || first > sizes[dimension] - length || tensor->requires_grad()) {
+      // It says what is wrong, or records a gradient.
+      *out = new at::Tensor(tensor->narrow(dimension, first, length));
+      return;
+    }
+    at::DimVector size(sizes.begin(), sizes.end());
+    size[dimension] = length;
+    auto part = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(tensor->storage()), tensor->key_set(), tensor->dtype());
+    const int64_t offset = tensor->storage_offset() + first * strides[dimension];
+    part.unsafeGetTensorImpl()->set_sizes_and_strides(size, strides, offset);
+    *out = new at::Tensor(std::move(part));
   });
 }
 

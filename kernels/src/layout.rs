@@ -28,6 +28,14 @@ unsafe extern "C" {
         device: c_int,
         out: *mut *mut C_tensor,
     ) -> c_int;
+    fn shim_extent(tensor: *const C_tensor, dimension: i64) -> i64;
+    fn shim_part(
+        tensor: *const C_tensor,
+        dimension: i64,
+        first: i64,
+        length: i64,
+        out: *mut *mut C_tensor,
+    ) -> c_int;
     fn shim_matmul(left: *const C_tensor, right: *const C_tensor, out: *mut *mut C_tensor)
     -> c_int;
     fn shim_plain(out: *mut *mut c_void) -> c_int;
@@ -78,6 +86,35 @@ pub(crate) fn room(shape: &[i64], kind: Kind, device: Device) -> Result<Tensor> 
     let (count, kind, device) = (shape.len() as i64, code(kind), number(device));
     // SAFETY: the shape has as many sizes as it says; the out-pointer outlives the call.
     made(|out| unsafe { shim_room(shape.as_ptr(), count, kind, device, out) })
+}
+
+/// What operations ask of tensors most often.
+pub trait Parts {
+    /// The size of a dimension.
+    ///
+    /// # Panics
+    /// If there is no such dimension.
+    fn extent(&self, dimension: usize) -> i64;
+
+    /// Elements `first..first + length` of a dimension, as an alias.
+    ///
+    /// # Errors
+    /// If the tensor has no such elements.
+    fn part(&self, dimension: i64, first: i64, length: i64) -> Result<Tensor>;
+}
+
+impl Parts for Tensor {
+    fn extent(&self, dimension: usize) -> i64 {
+        // SAFETY: a live tensor.
+        let found = unsafe { shim_extent(self.as_ptr(), dimension as i64) };
+        assert!(found >= 0, "a tensor of {} dimensions has no dimension {dimension}", self.dim());
+        found
+    }
+
+    fn part(&self, dimension: i64, first: i64, length: i64) -> Result<Tensor> {
+        // SAFETY: a live tensor; the out-pointer outlives the call.
+        made(|out| unsafe { shim_part(self.as_ptr(), dimension, first, length, out) })
+    }
 }
 
 /// `left right` by libtorch.
@@ -157,10 +194,38 @@ mod tests {
                 prop_assert_eq!(fits(&view, &shape, &[other, kind]), wanted);
                 prop_assert_eq!(fits(&view, &shape, &[other]), wanted && kind == other);
             }
+            prop_assert!((0..).zip(view.size()).all(|(at, size)| view.extent(at) == size));
             prop_assert_eq!(sizes::<2>(&view).map(Vec::from), Some(view.size()).filter(|size| size.len() == 2));
             let found = address(&view, other, Device::Cpu);
             prop_assert_eq!(found, (contiguous && kind == other).then(|| view.data_ptr()));
             prop_assert_eq!(address(&view, kind, Device::Cuda(0)), None);
+        }
+    }
+
+    proptest! {
+        /// As libtorch's `narrow`, which also refuses what there is not.
+        #[test]
+        fn parts_are_those_of_libtorch(
+            shape in prop::collection::vec(0i64..5, 0..4),
+            [dimension, first, length] in prop::array::uniform3(-1i64..5),
+            turned: bool,
+        ) {
+            let count = shape.iter().product::<i64>();
+            let made = Tensor::arange(count, (Kind::Float, Device::Cpu)).view(shape.as_slice());
+            let x = if turned && shape.len() > 1 { made.transpose(0, 1) } else { made };
+            let there = (0..x.dim() as i64).contains(&dimension)
+                && first >= 0 && length >= 0 && first + length <= x.size()[dimension as usize];
+            let found = x.part(dimension, first, length);
+            prop_assert!(found.is_ok() || !there);
+            match x.f_narrow(dimension, first, length) {
+                Ok(wanted) => {
+                    let found = found.unwrap();
+                    let layout = |x: &Tensor| (x.size(), x.stride(), x.data_ptr(), x.is_contiguous());
+                    prop_assert_eq!(layout(&found), layout(&wanted));
+                    prop_assert_eq!(found, wanted);
+                }
+                Err(_) => prop_assert!(found.is_err()),
+            }
         }
     }
 
@@ -170,7 +235,7 @@ mod tests {
         let plain = WithoutGradients::begin().unwrap();
         assert!(!(&x * 2.0).requires_grad() && !x.narrow(0, 0, 1).requires_grad());
         drop(plain);
-        assert!((&x * 2.0).requires_grad());
+        assert!((&x * 2.0).requires_grad() && x.part(0, 0, 1).unwrap().requires_grad());
     }
 
     #[test]

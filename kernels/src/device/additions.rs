@@ -1,6 +1,7 @@
 //! Sums of pairs of tensors, converted to f32 and checksummed in the same pass, for many tensors in one launch:
 //! `finish_add` of `finish.h`, over a table.
 
+use crate::layout::Parts as _;
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
@@ -99,7 +100,7 @@ pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<Tensor> {
     }
     let partial = queue.room(&[2 * blocks], Kind::Int64)?;
     queue.launch(c"finish_add", blocks, &[&table[..], &[(&partial).into()]].concat())?;
-    let rows = rows.f_narrow(0, ROW * count, SUM * asked)?;
+    let rows = rows.part(0, ROW * count, SUM * asked)?;
     let arguments = [&rows, &partial, &out].map(Into::into);
     queue.launch(c"checksum_pieces", asked, &arguments)?;
     Ok(out)

@@ -3,6 +3,7 @@
 //! A tensor of another shape, kind or layout is a bug of the caller. It is an error that names the operation and the
 //! operand, never a reason to compute in another way.
 
+use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::call::Call;
@@ -150,7 +151,7 @@ pub(super) fn conv_shift_backward(
     let (call, rows) = (Call("conv_shift_backward"), shape[0]);
     call.is("the gradient of taps", taps, &[by.heads[0], rows, 2 * by.heads[1]], &[z.kind()])?;
     call.is("the gradient of values", values, &[rows, by.shifted()], &[z.kind()])?;
-    let counted = by.counted.map_or(rows, |counted| counted.size()[0]);
+    let counted = by.counted.map_or(rows, |counted| counted.extent(0));
     call.f32("means", means, &[counted, by.channels()])?;
     Ok(shape)
 }
@@ -229,7 +230,7 @@ fn returned(call: Call, ExpertRows { x, by, passed, .. }: ExpertRows) -> Result<
     let shape = [by.rows, call.matrix("x", x)?[1]];
     call.float("x", x, &shape)?;
     passed.map_or(Ok(()), |passed| call.is("passed", passed, &shape, &[x.kind()]))?;
-    Ok([by.places.size()[0], shape[1]])
+    Ok([by.places.extent(0), shape[1]])
 }
 
 /// Returns the rows and columns of each matrix.

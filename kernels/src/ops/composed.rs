@@ -1,6 +1,7 @@
 //! Operations composed of others and of libtorch's operators, the same in every table; a device may have kernels of its
 //! own.
 
+use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::call::Call;
@@ -20,11 +21,11 @@ pub(super) fn attention_backward_whole<O: Ops + ?Sized>(
     saved: Vec<[Tensor; 2]>,
     grad: &Tensor,
 ) -> Result<(HeadGrads, Tensor)> {
-    let ([queries, keys, width], tokens) = (by.shape, by.query.size()[1]);
+    let ([queries, keys, width], tokens) = (by.shape, by.query.extent(1));
     let all = [queries + keys, tokens, width];
     let (all, value) =
         (Tensor::f_empty(all, (Kind::Float, grad.device()))?, by.value.f_empty_like()?);
-    let [query, key] = [all.f_narrow(0, 0, queries)?, all.f_narrow(0, queries, keys)?];
+    let [query, key] = [all.part(0, 0, queries)?, all.part(0, queries, keys)?];
     let out = AttentionGrads { query: &query, key: &key, value: &value };
     ops.attention_backward(by, saved, grad, out)?;
     Ok((HeadGrads::Stacked(all), value))
@@ -124,7 +125,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
 pub(super) fn permute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
     let [tokens, filled] = by.listed("permute")?;
     let mut rows = x.f_index_select(0, tokens)?;
-    if filled.size()[0] > 0 {
+    if filled.extent(0) > 0 {
         let _ = rows.f_index_fill_(0, filled, 0.0)?;
     }
     Ok(rows)
@@ -140,7 +141,7 @@ pub(super) fn grouped_matmul<O: Ops + ?Sized>(
     let out = Tensor::f_empty([by.rows, width], (rows.kind(), rows.device()))?;
     for &[expert, start, count] in by.runs("grouped_matmul")? {
         let weight = weights.f_get(expert)?;
-        let part = |x: &Tensor| x.f_narrow(0, start, count);
+        let part = |x: &Tensor| x.part(0, start, count);
         ops.matmul_into(&part(&out)?, &part(rows)?, &weight.f_tr()?)?;
     }
     Ok(out)
@@ -155,7 +156,7 @@ pub(super) fn grouped_matmul_input<O: Ops + ?Sized>(
     let [width, _] = check::grouped(&Call("grouped_matmul_input"), by, grad, weights, [2, 1])?;
     let out = Tensor::f_empty([by.rows, width], (grad.kind(), grad.device()))?;
     for &[expert, start, count] in by.runs("grouped_matmul_input")? {
-        let part = |x: &Tensor| x.f_narrow(0, start, count);
+        let part = |x: &Tensor| x.part(0, start, count);
         ops.matmul_into(&part(&out)?, &part(grad)?, &weights.f_get(expert)?)?;
     }
     Ok(out)
@@ -168,7 +169,7 @@ pub(super) fn grouped_swiglu<O: Ops + ?Sized>(
     by: &Dispatch,
 ) -> Result<[Tensor; 2]> {
     let both = ops.grouped_matmul(&rows.sorted(ops, by)?, weights, by)?;
-    let both = both.f_narrow(0, 0, by.computed)?;
+    let both = both.part(0, 0, by.computed)?;
     let product = ops.swiglu(&both)?;
     Ok([both, product])
 }
@@ -181,7 +182,7 @@ pub(super) fn grouped_swiglu_backward<O: Ops + ?Sized>(
     by: &Dispatch,
 ) -> Result<Tensor> {
     let grad = ops.grouped_matmul_input(grad, weights, by)?;
-    ops.swiglu_backward(x, &grad.f_narrow(0, 0, by.computed)?)
+    ops.swiglu_backward(x, &grad.part(0, 0, by.computed)?)
 }
 
 pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(
@@ -190,16 +191,16 @@ pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(
     rows: &Tensor,
     by: &Dispatch,
 ) -> Result<Tensor> {
-    let shape = [by.experts, grad.size()[1], rows.size()[1]];
+    let shape = [by.experts, grad.extent(1), rows.extent(1)];
     let out = Tensor::f_empty(shape, (rows.kind(), rows.device()))?;
     let mut idle = 0;
     for &[expert, start, count] in by.runs("grouped_matmul_weights")? {
-        let part = |x: &Tensor| x.f_narrow(0, start, count);
-        let _ = out.f_narrow(0, idle, expert - idle)?.f_zero_()?;
+        let part = |x: &Tensor| x.part(0, start, count);
+        let _ = out.part(0, idle, expert - idle)?.f_zero_()?;
         ops.matmul_into(&out.f_get(expert)?, &part(grad)?.f_tr()?, &part(rows)?)?;
         idle = expert + 1;
     }
-    let _ = out.f_narrow(0, idle, by.experts - idle)?.f_zero_()?;
+    let _ = out.part(0, idle, by.experts - idle)?.f_zero_()?;
     Ok(out)
 }
 
@@ -232,25 +233,25 @@ pub(super) fn embedding_backward(
 
 /// The shifted values of [`Ops::conv_shift`].
 pub(super) fn shifted(z: &Tensor, by: ConvShift) -> Result<Tensor> {
-    let ([stay, go], tokens) = (by.values, z.size()[0]);
+    let ([stay, go], tokens) = (by.values, z.extent(0));
     let out = Tensor::f_empty([tokens, stay + go], (z.kind(), z.device()))?;
-    let from = z.f_narrow(1, by.channels(), stay + go)?;
-    out.f_narrow(1, 0, stay)?.f_copy_(&from.f_narrow(1, 0, stay)?)?;
-    let (mut later, delayed) = (out.f_narrow(1, stay, go)?, from.f_narrow(1, stay, go)?);
-    later.f_narrow(0, 1, tokens - 1)?.f_copy_(&delayed.f_narrow(0, 0, tokens - 1)?)?;
+    let from = z.part(1, by.channels(), stay + go)?;
+    out.part(1, 0, stay)?.f_copy_(&from.part(1, 0, stay)?)?;
+    let (mut later, delayed) = (out.part(1, stay, go)?, from.part(1, stay, go)?);
+    later.part(0, 1, tokens - 1)?.f_copy_(&delayed.part(0, 0, tokens - 1)?)?;
     let _ = later.f_index_fill_(0, by.starts, 0.0)?;
     Ok(out)
 }
 
 /// Their gradients, written to their columns of the gradient of the input.
 pub(super) fn shifted_back(grad: &Tensor, by: ConvShift, into: &Tensor) -> Result<()> {
-    let ([stay, go], tokens) = (by.values, into.size()[0]);
-    let into = into.f_narrow(1, by.channels(), stay + go)?;
-    into.f_narrow(1, 0, stay)?.f_copy_(&grad.f_narrow(1, 0, stay)?)?;
-    let (later, delayed) = (grad.f_narrow(1, stay, go)?, into.f_narrow(1, stay, go)?);
+    let ([stay, go], tokens) = (by.values, into.extent(0));
+    let into = into.part(1, by.channels(), stay + go)?;
+    into.part(1, 0, stay)?.f_copy_(&grad.part(1, 0, stay)?)?;
+    let (later, delayed) = (grad.part(1, stay, go)?, into.part(1, stay, go)?);
     let later = later.f_index_fill(0, by.starts, 0.0)?;
-    delayed.f_narrow(0, 0, tokens - 1)?.f_copy_(&later.f_narrow(0, 1, tokens - 1)?)?;
-    let _ = delayed.f_narrow(0, tokens - 1, 1)?.f_zero_()?;
+    delayed.part(0, 0, tokens - 1)?.f_copy_(&later.part(0, 1, tokens - 1)?)?;
+    let _ = delayed.part(0, tokens - 1, 1)?.f_zero_()?;
     Ok(())
 }
 
@@ -261,7 +262,7 @@ pub(super) fn returned(
 ) -> Result<Tensor> {
     let [tokens, _] = by.listed(operation)?;
     let mut rows = x.f_index_select(0, &by.places)?;
-    let rest = |x: &Tensor| x.f_narrow(0, by.computed, by.rows - by.computed);
+    let rest = |x: &Tensor| x.part(0, by.computed, by.rows - by.computed);
     if by.rows > by.computed {
         let _ = match passed {
             None => rows.f_index_fill_(0, &rest(tokens)?, 0.0)?,

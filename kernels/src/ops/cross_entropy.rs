@@ -5,6 +5,7 @@
 //! sums its exponentials relative to it, and the sums are added in a tree: so it does not matter which rank computes a
 //! shard.
 
+use crate::layout::Parts as _;
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
@@ -19,7 +20,7 @@ pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Resul
     let by = CrossEntropy { z_loss: 0.0, ..by };
     let losses = by.hidden.f_new_empty([tokens], (Kind::Float, by.hidden.device()))?;
     for start in (0..tokens).step_by(by.chunk as usize) {
-        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
+        let part = |x: &Tensor| x.part(0, start, by.chunk.min(tokens - start));
         let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
         let found = match by.shards {
             1 => own(&logs(ops, by, &rows)?.0, &labels, &mask)?,
@@ -42,7 +43,7 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
     let losses = by.hidden.f_new_empty([tokens], float)?;
     let z_losses = z_space(by, tokens)?;
     for start in (0..tokens).step_by(by.chunk as usize) {
-        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
+        let part = |x: &Tensor| x.part(0, start, by.chunk.min(tokens - start));
         let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
         let keep_z = |log_sum: &Tensor| match &z_losses {
             Some(z_losses) => z_into(&part(z_losses)?, by, log_sum, &mask),
@@ -165,7 +166,7 @@ impl Logits {
         let (mut shards, mut largest): (Vec<_>, Option<Tensor>) = (Vec::new(), None);
         for shard in 0..by.shards {
             let range = size * shard / by.shards..size * (shard + 1) / by.shards;
-            let weights = by.weights.f_narrow(0, range.start, range.end - range.start)?;
+            let weights = by.weights.part(0, range.start, range.end - range.start)?;
             let logits = ops.matmul(rows, &weights.f_tr()?)?.f_to_kind(Kind::Float)?;
             let own = logits.f_amax([1].as_slice(), true)?;
             largest = Some(match largest {
@@ -215,7 +216,7 @@ impl Logits {
             let one = here.f_to_kind(Kind::Float)?.f_neg()?;
             let _ = slope.f_scatter_add_(1, &place, &one)?;
             let slope = slope.f_to_kind(rows.kind())?;
-            let part = |x: &Tensor| x.f_narrow(0, range.start, range.end - range.start);
+            let part = |x: &Tensor| x.part(0, range.start, range.end - range.start);
             sum.push(ops.matmul_part(&slope, &part(by.weights)?)?)?;
             add_weights(ops, by, &mut part(weights)?, &slope, rows)?;
         }

@@ -1,5 +1,6 @@
 //! Operands and results of operations, beyond single tensors.
 
+use crate::layout::Parts as _;
 use std::cell::OnceCell;
 
 use tch::{Kind, Tensor};
@@ -385,7 +386,7 @@ impl Dispatch {
                 Ok(UsedExperts::Known(used))
             }
             ExpertRanges::There(_) => {
-                Ok(UsedExperts::There(self.counts.f_narrow(0, 0, self.experts)?))
+                Ok(UsedExperts::There(self.counts.part(0, 0, self.experts)?))
             }
         }
     }

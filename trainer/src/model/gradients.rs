@@ -71,6 +71,8 @@ pub(super) struct Gradients<'a> {
     first: FirstTerms,
     /// Gradients to be added at the end of a layer.
     begun: Vec<PendingGradient>,
+    /// Memory of what these are computed from.
+    begun_bytes: usize,
 }
 
 /// A chunk's gradient of a parameter, before it is added.
@@ -158,7 +160,7 @@ impl<'a> Gradients<'a> {
     pub(super) fn new(sink: &'a mut dyn GradientSink, dealt: Assignment) -> Self {
         let (waiting, first) = (BTreeMap::new(), FirstTerms::default());
         let (own, begun) = (dealt.own(), Vec::new());
-        Gradients { sink, dealt, own, waiting, first, begun }
+        Gradients { sink, dealt, own, waiting, first, begun, begun_bytes: 0 }
     }
 
     /// Where the `at`-th local chunk adds its gradients.
@@ -169,7 +171,7 @@ impl<'a> Gradients<'a> {
 
     /// At the end of a layer, the same if the pending gradients take much memory.
     pub(super) fn settle_many(&mut self, ops: OpsTable) -> Result<()> {
-        match self.begun.iter().map(|one| one.gradient.bytes()).sum::<usize>() {
+        match self.begun_bytes {
             0..MANY => Ok(()),
             _ => self.settle(ops),
         }
@@ -177,6 +179,7 @@ impl<'a> Gradients<'a> {
 
     /// Adds the pending gradients, all at once, and passes them on.
     pub(super) fn settle(&mut self, ops: OpsTable) -> Result<()> {
+        self.begun_bytes = 0;
         let begun = std::mem::take(&mut self.begun).into_iter();
         let (places, gradients): (Vec<_>, Vec<_>) =
             begun.map(|one| ((one.id, one.term, one.chunk, one.used), one.gradient)).unzip();
@@ -240,6 +243,7 @@ impl<'a> Gradients<'a> {
             },
             gradient => gradient,
         };
+        self.begun_bytes += gradient.bytes();
         self.begun.push(PendingGradient { id, term, chunk, gradient, used });
         Ok(())
     }

@@ -1,14 +1,14 @@
 //! Finishes the gradients of a whole layer with one launch of each kind: adds up sums over bands of rows, converts bf16
 //! to f32 and writes zeros for experts without rows.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::Queue;
-use crate::Result;
 use crate::device::additions::{self, Addition, Operand};
 use crate::ops::call::Call;
 use crate::ops::operands::BandSum;
 use crate::ops::{BandSums, ExpertGradient, ParamGradient};
+use crate::{Result, layout};
 
 /// Numbers in a row of the table (`Unfinished` in `finish.h`), and columns of a block.
 const ROW: i64 = 6;
@@ -25,8 +25,8 @@ impl ParamGradient {
 }
 
 /// The table under construction.
-#[derive(Default)]
 struct Unfinished {
+    device: Device,
     rows: Vec<i64>,
     blocks: i64,
 }
@@ -41,23 +41,30 @@ impl Unfinished {
             let (found, wanted) = (format!("{which} and {other:?}"), format!("below {stack}"));
             return Err(call.refuse("which", found, wanted));
         }
-        let begin = address(partial);
+        let begin = self.address(partial)?;
         let of_stack = |which: i64| begin + 4 * bands * width * which;
-        let (other, factor) = (other.map_or(0, of_stack), factor.as_ref().map_or(0, address));
+        let factor = factor.as_ref().map_or(Ok(0), |factor| self.address(factor))?;
+        let other = other.map_or(0, of_stack);
         self.rows.extend([of_stack(*which), other, factor, place]);
         self.rows.extend([bands | width << 32, stride | self.blocks << 32]);
         self.blocks += (width + COLUMNS - 1) / COLUMNS;
         Ok(())
     }
-}
 
-fn address(tensor: &Tensor) -> i64 {
-    tensor.data_ptr() as i64
+    /// The address of contiguous f32.
+    fn address(&self, tensor: &Tensor) -> Result<i64> {
+        let found = layout::address(tensor, Kind::Float, self.device);
+        found.map(|address| address as i64).ok_or_else(|| {
+            let found = format!("{:?} on {:?}", tensor.kind(), tensor.device());
+            Call("finish").refuse("bands", found, format!("contiguous f32 on {:?}", self.device))
+        })
+    }
 }
 
 /// Finishes all of them, f32: those that are finished already are returned unchanged.
 pub(super) fn finish(queue: &Queue, all: Vec<ParamGradient>) -> Result<Vec<Tensor>> {
-    let (mut out, mut table) = (Vec::with_capacity(all.len()), Unfinished::default());
+    let mut out = Vec::with_capacity(all.len());
+    let mut table = Unfinished { device: queue.device(), rows: Vec::new(), blocks: 0 };
     let mut sides = Vec::new();
     for one in &all {
         let found = match one {
@@ -76,8 +83,9 @@ pub(super) fn finish(queue: &Queue, all: Vec<ParamGradient>) -> Result<Vec<Tenso
             }
             ParamGradient::Banded(BandSums { sums, shape }) => {
                 let found = queue.room(shape, Kind::Float)?;
+                let begin = table.address(&found)?;
                 for (at, bands) in (0..).zip(sums) {
-                    table.sum(bands, address(&found) + 4 * at, sums.len() as i64)?;
+                    table.sum(bands, begin + 4 * at, sums.len() as i64)?;
                 }
                 found
             }

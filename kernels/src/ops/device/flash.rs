@@ -13,6 +13,7 @@
 
 #![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
 
+use crate::layout::Parts as _;
 use std::ffi::c_int;
 
 use tch::{Kind, Tensor};
@@ -95,8 +96,8 @@ fn ends(queue: &Queue, by: Attention) -> Result<Tensor> {
 
 /// Both halves of [`ends`].
 fn halves(ends: &Tensor) -> Result<[Tensor; 2]> {
-    let half = ends.size()[0] / 2;
-    Ok([ends.f_narrow(0, 0, half)?, ends.f_narrow(0, half, half)?])
+    let half = ends.extent(0) / 2;
+    Ok([ends.part(0, 0, half)?, ends.part(0, half, half)?])
 }
 
 /// Queries, keys and values as views `[tokens, heads, d]`, without a copy.

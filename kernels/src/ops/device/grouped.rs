@@ -6,6 +6,7 @@
 //! for each expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`): six host waits for each layer of a micro-batch. There
 //! we use our own kernels. [`GROUPED`] overrides this if measurements differ.
 
+use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::choice::{GROUPED, capability};
@@ -52,7 +53,7 @@ pub(super) fn fuses(queue: &Queue, wanted: Option<bool>, x: &Tensor) -> bool {
 
 /// `rows weights` of each expert by libtorch, which leaves results of experts without rows undefined.
 fn library(rows: &Tensor, weights: &Tensor, ends: &Tensor, experts: i64) -> Result<Tensor> {
-    let ends = ends.f_narrow(0, 0, experts)?;
+    let ends = ends.part(0, 0, experts)?;
     Ok(Tensor::f_internal_grouped_mm(rows, weights, Some(&ends), None::<&Tensor>, None)?)
 }
 
@@ -121,7 +122,7 @@ fn read<'a>(
         ExpertInput::Sorted(rows) => Ok((rows, None)),
         ExpertInput::Tokens(x) => {
             let width = call.matrix("rows", x)?[1];
-            call.float("rows", x, &[by.places.size()[0], width])?;
+            call.float("rows", x, &[by.places.extent(0), width])?;
             Ok((x, Some(by.marked(call.0)?)))
         }
     }
@@ -193,7 +194,7 @@ pub(super) fn weights_of_tokens(
     let [count, height] = call.matrix("grad", grad)?;
     call.float("grad", grad, &[count.max(by.computed), height])?;
     let width = call.matrix("rows", rows)?[1];
-    call.is("rows", rows, &[by.places.size()[0], width], &[grad.kind()])?;
+    call.is("rows", rows, &[by.places.extent(0), width], &[grad.kind()])?;
     let order = [by.marked(call.0)?.into()];
     launch_weights(queue, [grad, rows], &order, by)
 }
@@ -205,7 +206,7 @@ fn launch_weights(
     order: &[Argument],
     by: &Dispatch,
 ) -> Result<ParamGradient> {
-    let [height, width] = [grad.size()[1], rows.size()[1]];
+    let [height, width] = [grad.extent(1), rows.extent(1)];
     let out = queue.room(&[by.experts, height, width], rows.kind())?;
     let kernel = by_kind(rows, [c"grouped_weights_f32", c"grouped_weights_bf16"]);
     let rest = [by.ends("grouped_matmul_weights")?, &out].map(Argument::from);

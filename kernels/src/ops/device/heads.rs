@@ -1,5 +1,6 @@
 //! The parts around attention: the depthwise convolution and the value shift, queries and keys; and gated linear units.
 
+use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::rows::{banded, bands, lanes, of_bands};
@@ -24,7 +25,7 @@ fn by_fours(columns: i64, groups: i64) -> i64 {
 
 /// A list of rows as kernel arguments.
 fn listed(list: &Tensor) -> [Argument<'_>; 2] {
-    [list.into(), list.size()[0].into()]
+    [list.into(), list.extent(0).into()]
 }
 
 /// Sizes as kernel arguments: rows, d, channels, first shifted value, columns.
@@ -75,7 +76,7 @@ pub(super) fn query_key(
 ) -> Result<QueriesAndKeys> {
     let (_, [heads, tokens, width]) = check::query_key(z, made, by)?;
     // The kernel has 32-bit indices into `z`.
-    super::blocks(tokens, z.size()[1])?;
+    super::blocks(tokens, z.extent(1))?;
     let [queries, keys, _] = by.shape;
     let factors = queue.room(&[heads, tokens, 1], Kind::Float)?;
     let out = queue.room(&[heads, tokens, width], z.kind())?;
@@ -86,7 +87,7 @@ pub(super) fn query_key(
     let kernel = by_kind(z, [c"query_key_f32", c"query_key_bf16"]);
     let [cosines, sines] = by.angles;
     let memory = [z, made, by.bias, &raw, by.temperature, cosines, sines, &factors, &out];
-    let sizes = [tokens, queries, keys, width, cosines.size()[1], z.size()[1]].map(Argument::from);
+    let sizes = [tokens, queries, keys, width, cosines.extent(1), z.extent(1)].map(Argument::from);
     let arguments = [&memory.map(Argument::from)[..], &sizes].concat();
     queue.launch(kernel, lanes(heads * tokens), &arguments)?;
     Ok(QueriesAndKeys { out, raw, factors })
@@ -125,7 +126,7 @@ pub(super) fn query_key_backward(
     let given =
         given.as_ref().map_or([Argument::Nothing; 2], |parts| parts.each_ref().map(Argument::from));
     let out = [(&grad).into(), narrow, (&means).into(), (&bias).into(), (&temperature).into()];
-    let sizes = [tokens, queries, keys, width, cosines.size()[1]].map(Argument::from);
+    let sizes = [tokens, queries, keys, width, cosines.extent(1)].map(Argument::from);
     let arguments = [&memory[..], &given, &out, &sizes].concat();
     queue.launch(c"query_key_backward", keys * bands(tokens), &arguments)?;
     let temperature = of_bands(&temperature, &[0], &[keys]);

@@ -4,6 +4,7 @@
 //! exponentials are summed within shards and then in the tree over shards; the gradients of logits need only the
 //! logarithm of the sum.
 
+use crate::layout::Parts as _;
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
@@ -28,12 +29,12 @@ struct Chunk<'a> {
 
 /// The range of the vocabulary of each shard.
 fn shards(by: CrossEntropy) -> impl Iterator<Item = Range<i64>> {
-    let size = by.weights.size()[0];
+    let size = by.weights.extent(0);
     (0..by.shards).map(move |shard| size * shard / by.shards..size * (shard + 1) / by.shards)
 }
 
 fn narrow(x: &Tensor, dimension: i64, range: &Range<i64>) -> Result<Tensor> {
-    Ok(x.f_narrow(dimension, range.start, range.end - range.start)?)
+    x.part(dimension, range.start, range.end - range.start)
 }
 
 impl<'a> Chunk<'a> {
@@ -45,10 +46,10 @@ impl<'a> Chunk<'a> {
         start: i64,
         losses: &Tensor,
     ) -> Result<Chunk<'a>> {
-        let count = by.chunk.min(by.hidden.size()[0] - start);
-        let part = |x: &Tensor| x.f_narrow(0, start, count);
+        let count = by.chunk.min(by.hidden.extent(0) - start);
+        let part = |x: &Tensor| x.part(0, start, count);
         let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
-        let logits = queue.room(&[count, by.weights.size()[0]], rows.kind())?;
+        let logits = queue.room(&[count, by.weights.extent(0)], rows.kind())?;
         for shard in shards(by) {
             let weights = narrow(by.weights, 0, &shard)?;
             ops.matmul_into(&narrow(&logits, 1, &shard)?, &rows, &weights.f_tr()?)?;
@@ -57,7 +58,7 @@ impl<'a> Chunk<'a> {
         let kernel = by_kind(&logits, [c"cross_entropy_f32", c"cross_entropy_bf16"]);
         let losses = part(losses)?;
         let memory = [&logits, &labels, &mask, &log_sum, &losses].map(Argument::from);
-        let size = [logits.size()[1].into(), by.shards.into()];
+        let size = [logits.extent(1).into(), by.shards.into()];
         queue.launch(kernel, count, &[&memory[..], &size].concat())?;
         Ok(Chunk { queue, ops, by, rows, labels, mask, logits, log_sum })
     }
@@ -67,8 +68,8 @@ impl<'a> Chunk<'a> {
         let Chunk { by, labels, logits, log_sum, .. } = self;
         let kernel = by_kind(logits, [c"cross_entropy_slope_f32", c"cross_entropy_slope_bf16"]);
         let memory = [logits, labels, log_sum].map(Argument::from);
-        let numbers = [(by.z_loss as f32).into(), logits.size()[1].into()];
-        self.queue.launch(kernel, labels.size()[0], &[&memory[..], &numbers].concat())
+        let numbers = [(by.z_loss as f32).into(), logits.extent(1).into()];
+        self.queue.launch(kernel, labels.extent(0), &[&memory[..], &numbers].concat())
     }
 
     /// The gradient of the rows from those of the logits, to be scaled. Parts of several shards are added and scaled
@@ -107,8 +108,8 @@ fn scaled(queue: &Queue, [x, mask, out]: [&Tensor; 3], divisor: f64) -> Result<(
         false => c"scale_rows_narrow",
     };
     let memory = [x, mask, out].map(Argument::from);
-    let sizes = [(divisor as f32).into(), x.size()[1].into()];
-    queue.launch(kernel, x.size()[0], &[&memory[..], &sizes].concat())
+    let sizes = [(divisor as f32).into(), x.extent(1).into()];
+    queue.launch(kernel, x.extent(0), &[&memory[..], &sizes].concat())
 }
 
 pub(super) fn cross_entropy(queue: &Queue, ops: &dyn Ops, by: CrossEntropy) -> Result<Tensor> {
@@ -139,7 +140,7 @@ pub(super) fn cross_entropy_backward(
     for start in (0..tokens).step_by(by.chunk as usize) {
         let chunk = Chunk::of(queue, ops, by, start, &losses)?;
         chunk.slopes()?;
-        let part = |x: &Tensor| x.f_narrow(0, start, chunk.rows.size()[0]);
+        let part = |x: &Tensor| x.part(0, start, chunk.rows.extent(0));
         if let Some(z_losses) = &z_losses {
             composed::z_into(&part(z_losses)?, by, &chunk.log_sum, &chunk.mask)?;
         }

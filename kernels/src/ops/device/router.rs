@@ -1,5 +1,6 @@
 //! The router: one launch each way between the matmuls of its input, which a library computes.
 
+use crate::layout::Parts as _;
 use std::ffi::CStr;
 
 use tch::{Kind, Tensor};
@@ -32,7 +33,7 @@ pub(super) fn router(
     balance: &Tensor,
 ) -> Result<(Routes, RouterSaved)> {
     check::router(by, x, before, balance)?;
-    let [rows, size, classes] = [x.size()[0], by.down.size()[0], by.out.size()[0]];
+    let [rows, size, classes] = [x.extent(0), by.down.extent(0), by.out.extent(0)];
     if size > WIDEST[1] {
         return REFERENCE.router(by, x, before, balance);
     }
@@ -81,8 +82,8 @@ pub(super) fn router_backward(
     let RouterHidden::Before(hidden) = &saved.hidden else {
         return REFERENCE.router_backward(by, x, saved, weight, state);
     };
-    let [rows, classes] = [saved.probabilities.size()[0], saved.probabilities.size()[1]];
-    let size = saved.state.size()[1];
+    let [rows, classes] = [saved.probabilities.extent(0), saved.probabilities.extent(1)];
+    let size = saved.state.extent(1);
     let (logits, last) =
         (queue.room(&[rows, classes], Kind::Float)?, queue.room(&[rows, size], Kind::Float)?);
     let layers = queue.room(&[4, rows, size], Kind::Float)?;
@@ -104,7 +105,7 @@ pub(super) fn router_backward(
     let arguments = [&memory[..], &weights, &norm, &given, &own, &out, &sizes].concat();
     let kernel = by_size(size, [c"router_backward", c"router_wide_backward"]);
     queue.launch(kernel, bands(rows), &arguments)?;
-    let squares = over_rows(&layers.f_narrow(0, 2, 2)?, &layers.f_narrow(0, 0, 2)?)?;
+    let squares = over_rows(&layers.part(0, 2, 2)?, &layers.part(0, 0, 2)?)?;
     let vector = |which| of_bands(&partial, &[which], &[size]);
     let down = match by.part {
         true => narrow.f_to_kind(Kind::Float)?.f_tr()?.f_matmul(&x.f_to_kind(Kind::Float)?)?,
@@ -129,8 +130,8 @@ pub(super) fn router_backward(
 /// library assigns a sum over all rows to as many compute units as its small result has tiles, one or two; so there are
 /// up to 16 parts, by the number of rows only.
 fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let [stack, rows, left] = [0, 1, 2].map(|dimension| a.size()[dimension]);
-    let right = b.size()[2];
+    let [stack, rows, left] = [0, 1, 2].map(|dimension| a.extent(dimension));
+    let right = b.extent(2);
     let mut parts = 1;
     while parts < 16 && rows % (2 * parts) == 0 && rows / (2 * parts) >= 256 {
         parts *= 2;
@@ -142,7 +143,7 @@ fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// The sum over the parts of one of them.
 fn of_parts(sums: &Tensor, which: i64) -> Result<ParamGradient> {
-    let [parts, left, right] = [1, 2, 3].map(|dimension| sums.size()[dimension]);
+    let [parts, left, right] = [1, 2, 3].map(|dimension| sums.extent(dimension));
     match parts {
         1 => Ok(sums.f_get(which)?.f_get(0)?.into()),
         _ => Ok(of_bands(&sums.f_flatten(2, 3)?, &[which], &[left, right])),

@@ -1,5 +1,6 @@
 //! Attention over documents: all of a chunk in one launch forward and two backward.
 
+use crate::layout::Parts as _;
 use std::cell::OnceCell;
 use std::ffi::CStr;
 
@@ -62,7 +63,7 @@ fn table(queue: &Queue, by: Attention) -> Result<Tensor> {
 fn numbers(by: Attention) -> [Argument<'static>; 8] {
     let ([heads, keys, width], spans) = (by.shape, by.spans.len() as i64);
     let window = by.window.unwrap_or(i64::MAX).min(WIDEST_WINDOW);
-    let sizes = [spans, by.query.size()[1], by.value.size()[0], heads, keys, width, window];
+    let sizes = [spans, by.query.extent(1), by.value.extent(0), heads, keys, width, window];
     let [a, b, c, d, e, f, g] = sizes.map(Argument::from);
     [a, b, c, d, e, f, g, ((1.0 / (width as f64).sqrt()) as f32).into()]
 }

@@ -1,5 +1,6 @@
 //! Tokens: their embedding rows, and their dispatch to experts and back.
 
+use crate::layout::Parts as _;
 use std::ffi::CStr;
 
 use tch::{Kind, Tensor};
@@ -32,7 +33,7 @@ pub(super) fn embedding(
     scale: &Tensor,
 ) -> Result<[Tensor; 2]> {
     check::embedding(table, tokens, bias, scale)?;
-    let (count, width) = (tokens.size()[0], table.size()[1]);
+    let (count, width) = (tokens.extent(0), table.extent(1));
     let embedded = queue.room(&[count, width], Kind::Float)?;
     let scaled = queue.room(&[count, width], Kind::Float)?;
     let kernel = by_kind(table, [c"embedding_f32", c"embedding_bf16"]);
@@ -50,7 +51,7 @@ pub(super) fn embedding_backward(
     table: &Tensor,
 ) -> Result<[ParamGradient; 2]> {
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
-    let (count, width) = (tokens.size()[0], table.size()[1]);
+    let (count, width) = (tokens.extent(0), table.extent(1));
     let memory = [tokens, scale, grad, table].map(Argument::from);
     let blocks = count.min(SHARED);
     let sizes = [count, width, blocks].map(Argument::from);
@@ -71,7 +72,7 @@ pub(super) fn dispatch(
         let wanted = format!("at most {CLASSES}");
         return Err(Call("dispatch").refuse("classes", format!("{classes}"), wanted));
     }
-    let tokens = choice.size()[0];
+    let tokens = choice.extent(0);
     let rounds = ((tokens + ROUND * BLOCKS - 1) / (ROUND * BLOCKS)).max(1);
     let blocks = (tokens + ROUND * rounds - 1) / (ROUND * rounds);
     let most = tokens + (ROWS - 1) * (classes - 1);
@@ -102,7 +103,7 @@ pub(super) fn dispatch(
 pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
     let call = Call("permute");
     let order = by.marked("permute")?;
-    let (rows, tokens, width) = (order.size()[0], by.places.size()[0], call.matrix("x", x)?[1]);
+    let (rows, tokens, width) = (order.extent(0), by.places.extent(0), call.matrix("x", x)?[1]);
     call.float("x", x, &[tokens, width])?;
     let out = queue.room(&[rows, width], x.kind())?;
     let kernel = by_kind(x, [c"permute_f32", c"permute_bf16"]);

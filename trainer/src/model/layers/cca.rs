@@ -8,6 +8,7 @@
 //! values are sent first and travel while queries and keys are computed. Attention itself is in `softmax`, the backward
 //! pass in `cca_back`.
 
+use kernels::layout::Parts as _;
 use std::any::Any;
 
 use kernels::Result;
@@ -168,7 +169,7 @@ impl Cca {
                 columns(&w[self.o_proj], query)?,
             ],
         };
-        let values = [current.size()[0], delayed.size()[0]];
+        let values = [current.extent(0), delayed.extent(0)];
         Ok(Heads {
             proj: below(&[q_proj, k_proj, current, delayed])?,
             values,
@@ -257,8 +258,8 @@ impl Heads {
         let values = all.earlier(self.window, &value, 0)?;
         let (mut chunks, mut first) = (Vec::new(), 0);
         for ((chunk, x), taps) in all.iter().zip(x).zip(taps) {
-            let part = projected.f_narrow(0, first, x.size()[0])?;
-            first += x.size()[0];
+            let part = projected.part(0, first, x.extent(0))?;
+            first += x.extent(0);
             chunks.push(self.query_key(pass, chunk, x, &part, taps)?);
         }
         let (qk, chunks): (Vec<_>, Vec<_>) = chunks.into_iter().unzip();

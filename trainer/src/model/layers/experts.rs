@@ -6,6 +6,7 @@
 //! Unsorting is a gather, never an addition. The skip class comes last in the order and has no expert. An expert
 //! without a token is not computed, and its gradient is exactly zero. Shards are parts of the inner width.
 
+use kernels::layout::Parts as _;
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -157,8 +158,8 @@ impl Experts {
         }
         let inner = pass.config.moe_intermediate_size;
         let Range { start, end } = share(inner, pass.shards, shard);
-        let side = |first| gate_up.f_narrow(1, first + start, end - start);
-        let down = down.f_narrow(2, start, end - start)?.f_contiguous()?;
+        let side = |first| gate_up.part(1, first + start, end - start);
+        let down = down.part(2, start, end - start)?.f_contiguous()?;
         Ok([Tensor::f_cat(&[side(0)?, side(inner)?], 1)?, down])
     }
 
@@ -193,7 +194,7 @@ impl ForwardChunk {
         let x = repeated(x, pass.config.top_k())?;
         let (rows, passed) = if passes {
             let sorted = pass.ops.permute(&x, &order)?;
-            (ExpertInput::Sorted(sorted.f_narrow(0, 0, order.computed)?), Some(sorted))
+            (ExpertInput::Sorted(sorted.part(0, 0, order.computed)?), Some(sorted))
         } else {
             (pass.ops.expert_input(&x, &order)?, None)
         };
@@ -274,8 +275,8 @@ fn joined(ops: OpsTable, mut shards: Vec<[ParamGradient; 2]>) -> Result<[ParamGr
     let shards = shards.collect::<Result<Vec<_>>>()?;
     let side = |which: i64| {
         shards.iter().map(move |both| {
-            let inner = both[0].size()[1] / 2;
-            both[0].f_narrow(1, which * inner, inner)
+            let inner = both[0].extent(1) / 2;
+            both[0].part(1, which * inner, inner)
         })
     };
     let sides = side(0).chain(side(1)).collect::<std::result::Result<Vec<_>, _>>()?;

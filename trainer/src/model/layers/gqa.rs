@@ -3,6 +3,7 @@
 //! Names are those of `llama` and `qwen3` in transformers. A shard is a group of key heads with their query heads, as
 //! in `cca`; the norms have one weight for all heads, so their gradients are summed over shards.
 
+use kernels::layout::Parts as _;
 use std::any::Any;
 
 use kernels::Result;
@@ -153,8 +154,8 @@ impl ShardedAttention<4> for Gqa {
         let (mut projected, mut values) = (Vec::new(), Vec::new());
         for x in x {
             let all = pass.ops.matmul(x, &proj.f_tr()?)?;
-            values.push(all.f_narrow(1, heads, keys * width)?);
-            projected.push(all.f_narrow(1, 0, heads)?);
+            values.push(all.part(1, heads, keys * width)?);
+            projected.push(all.part(1, 0, heads)?);
         }
         // Values are sent while queries and keys are computed.
         let value = joined(&values, 0)?.f_contiguous()?;
@@ -201,7 +202,7 @@ impl ShardedAttention<4> for Gqa {
                 None => (heads, None),
                 Some(saved) => self.norms_back(pass, &saved, &heads, shape)?,
             };
-            let value = value.f_narrow(0, first, tokens)?;
+            let value = value.part(0, first, tokens)?;
             first += tokens;
             let projected = Tensor::f_cat(&[heads.f_to_kind(pass.kind)?, value], 1)?;
             inputs.push(pass.of_shard(&projected, &proj)?);
@@ -312,15 +313,15 @@ impl ShardGrads {
     fn rows(&self, which: usize) -> Result<Tensor> {
         let [queries, keys, width] = self.shape;
         let rows = [queries, keys, keys].map(|heads| heads * width);
-        Ok(self.proj.f_narrow(0, rows[..which].iter().sum(), rows[which])?)
+        self.proj.part(0, rows[..which].iter().sum(), rows[which])
     }
 }
 
 /// Queries and keys of `[n, G d]` as rows of one head each, f32: `[n H, d]` and `[n K, d]`.
 fn by_head(x: &Tensor, [queries, keys, width]: [i64; 3]) -> Result<[Tensor; 2]> {
-    let side = |first: i64, heads: i64| {
-        let side = x.f_narrow(1, first * width, heads * width)?.f_to_kind(Kind::Float)?;
-        side.f_reshape([-1, width])?.f_contiguous()
+    let side = |first: i64, heads: i64| -> Result<Tensor> {
+        let side = x.part(1, first * width, heads * width)?.f_to_kind(Kind::Float)?;
+        Ok(side.f_reshape([-1, width])?.f_contiguous()?)
     };
     Ok([side(0, queries)?, side(queries, keys)?])
 }

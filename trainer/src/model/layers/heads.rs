@@ -3,6 +3,7 @@
 //! A shard is a group of key heads with their query heads, means, convolutions and temperatures. A single shard reads
 //! the weights in place.
 
+use kernels::layout::Parts as _;
 use std::ops::Range;
 
 use kernels::Result;
@@ -94,9 +95,9 @@ impl HeadsGrads {
         let rows = |which| {
             let parts = shards.iter().map(|shard| {
                 let [current, delayed] = shard.values;
-                let [queries, keys] = split(shard.proj.size()[0] - current - delayed, query);
+                let [queries, keys] = split(shard.proj.extent(0) - current - delayed, query);
                 let rows = [queries, keys, current, delayed];
-                shard.proj.f_narrow(0, rows[..which].iter().sum(), rows[which])
+                shard.proj.part(0, rows[..which].iter().sum(), rows[which])
             });
             joined(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)
         };
@@ -133,10 +134,10 @@ fn channels(parts: &[Tensor], query: i64) -> Result<Tensor> {
     }
     let side = |keys: bool| {
         parts.iter().map(move |part| {
-            let [queries, others] = split(part.size()[0], query);
+            let [queries, others] = split(part.extent(0), query);
             match keys {
-                false => part.f_narrow(0, 0, queries),
-                true => part.f_narrow(0, queries, others),
+                false => part.part(0, 0, queries),
+                true => part.part(0, queries, others),
             }
         })
     };
@@ -154,8 +155,8 @@ pub(super) fn below(parts: &[Tensor]) -> Result<Tensor> {
     // A part without rows has no address.
     let filled: Vec<&Tensor> = parts.iter().filter(|part| part.numel() > 0).collect();
     if let (true, [first, ..]) = (filled.windows(2).all(follows), &filled[..]) {
-        let rows: i64 = parts.iter().map(|part| part.size()[0]).sum();
-        let width = first.size()[1];
+        let rows: i64 = parts.iter().map(|part| part.extent(0)).sum();
+        let width = first.extent(1);
         // Refused where the first one's storage ends earlier: then they are adjacent by chance.
         if let Ok(all) = first.f_as_strided([rows, width], [width, 1], None) {
             return Ok(all);
@@ -167,16 +168,16 @@ pub(super) fn below(parts: &[Tensor]) -> Result<Tensor> {
 /// Some ranges of rows, stacked: copied unless they are all rows.
 pub(super) fn rows(weight: &Tensor, ranges: &[Range<i64>]) -> Result<Tensor> {
     let count: i64 = ranges.iter().map(|range| range.end - range.start).sum();
-    if count == weight.size()[0] {
+    if count == weight.extent(0) {
         return Ok(weight.shallow_clone());
     }
-    let parts = ranges.iter().map(|range| weight.f_narrow(0, range.start, range.end - range.start));
+    let parts = ranges.iter().map(|range| weight.part(0, range.start, range.end - range.start));
     Ok(Tensor::f_cat(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)?)
 }
 
 /// Some columns, contiguous: a matmul's bits may depend on the layout of its rows.
 pub(super) fn columns(weight: &Tensor, range: Range<i64>) -> Result<Tensor> {
-    Ok(weight.f_narrow(1, range.start, range.end - range.start)?.f_contiguous()?)
+    Ok(weight.part(1, range.start, range.end - range.start)?.f_contiguous()?)
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! layers. Shards are parts of the inner width, as in the experts.
 
 use contract::{Fault, Result};
+use kernels::layout::Parts as _;
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
@@ -200,7 +201,7 @@ impl<'a> BackwardChunk<'a> {
         let [both, product] = &inner[number];
         let both = pass.ops.swiglu_backward(both, &pass.ops.matmul(grad, down)?)?;
         let width = product.size()[1];
-        let [own_gate, own_up] = [both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?];
+        let [own_gate, own_up] = [both.part(1, 0, width)?, both.part(1, width, width)?];
         let input = pass.of_shard(&own_up, up)?.f_to_kind(Kind::Float)?;
         sum.push(input.f_add(&pass.of_shard(&own_gate, gate)?)?)?;
         weights[0].push(pass.gradient(&own_gate.f_tr()?, x)?);

@@ -5,6 +5,7 @@
 //! the backward pass, so that no rank saves those of others. Gradients of keys and values are summed over the chunks
 //! that see them.
 
+use kernels::layout::Parts as _;
 use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::Result;
@@ -63,7 +64,7 @@ impl SavedSoftmax {
         shape: AttentionShape,
     ) -> Result<(Vec<Tensor>, SavedSoftmax)> {
         let [queries, keys, _] = shape.heads;
-        let key = qk.iter().map(|qk| qk.f_narrow(0, queries, keys));
+        let key = qk.iter().map(|qk| qk.part(0, queries, keys));
         let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
         let (seen, values) = (pass.chunks.earlier(shape.window, &key, 1)?.wait()?, values.wait()?);
         let (mut outs, mut chunks) = (Vec::new(), Vec::new());
@@ -106,7 +107,7 @@ impl SavedSoftmax {
             // Terms of sums stay f32.
             let part = |of: &Tensor| Tensor::f_empty(of.size(), float);
             let [all, key, value] = [part(saved_qk)?, part(&seen.key)?, part(&seen.value)?];
-            let query = all.f_narrow(0, 0, queries)?;
+            let query = all.part(0, 0, queries)?;
             let out = AttentionGrads { query: &query, key: &key, value: &value };
             ops.attention_backward(by, kept, &heads, out)?;
             sums.add(chunks[at], chunk, &key, &value)?;
@@ -117,8 +118,8 @@ impl SavedSoftmax {
         sums.finish(&key, &value)?;
         let mut first = 0;
         for qk in &qk {
-            let tokens = qk.size()[1];
-            qk.f_narrow(0, queries, keys)?.f_copy_(&key.f_narrow(1, first, tokens)?)?;
+            let tokens = qk.extent(1);
+            qk.part(0, queries, keys)?.f_copy_(&key.part(1, first, tokens)?)?;
             first += tokens;
         }
         let qk = qk.into_iter().map(HeadGrads::Stacked).collect();
@@ -157,7 +158,7 @@ impl QueriesWithKeys {
     ) -> Result<QueriesWithKeys> {
         let seen = chunk.seen(shape.window);
         let (key, value) = (seen.keys(key, 1)?, seen.keys(value, 0)?);
-        Ok(QueriesWithKeys { query: qk.f_narrow(0, 0, shape.heads[0])?, key, value, shape })
+        Ok(QueriesWithKeys { query: qk.part(0, 0, shape.heads[0])?, key, value, shape })
     }
 
     /// The largest logit of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
@@ -165,9 +166,9 @@ impl QueriesWithKeys {
         let AttentionShape { heads: [queries, keys, width], window } = self.shape;
         let (mut largest, mut first) = (f64::NEG_INFINITY, 0);
         for span in &chunk.seen(window).spans {
-            let query = self.query.f_narrow(1, span.start, span.len)?.f_to_kind(Kind::Float)?;
+            let query = self.query.part(1, span.start, span.len)?.f_to_kind(Kind::Float)?;
             let query = query.f_unflatten(0, [keys, queries / keys])?;
-            let key = self.key.f_narrow(1, first, span.keys())?.f_to_kind(Kind::Float)?;
+            let key = self.key.part(1, first, span.keys())?.f_to_kind(Kind::Float)?;
             let logits = query.f_matmul(&key.f_unsqueeze(1)?.f_transpose(-1, -2)?)?;
             let (shape, options) = ([span.len, span.keys()], (Kind::Bool, logits.device()));
             let all = Tensor::f_ones(shape, options)?;
@@ -211,8 +212,8 @@ impl<'a> KeySums<'a> {
     fn add(&mut self, number: u64, chunk: &Chunk, key: &Tensor, value: &Tensor) -> Result<()> {
         let (all, dealt) = (self.all, self.all.shared());
         for VisibleKeys { key: first, of, len } in chunk.seen(self.window).pieces.iter().copied() {
-            let key = key.f_narrow(1, first, len)?.f_contiguous()?;
-            let value = value.f_narrow(0, first, len)?.f_contiguous()?;
+            let key = key.part(1, first, len)?.f_contiguous()?;
+            let value = value.part(0, first, len)?.f_contiguous()?;
             let runs = || TreeNodes::new(&dealt.runs(all.seen_by(self.window, of), dealt.place));
             self.sums.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value])?;
         }
@@ -222,7 +223,7 @@ impl<'a> KeySums<'a> {
     /// Writes the sums of the local keys to their rows.
     fn finish(mut self, key: &Tensor, value: &Tensor) -> Result<()> {
         let dealt = self.all.shared();
-        let of_row = [key.size()[0], key.size()[2], value.size()[1]];
+        let of_row = [key.extent(0), key.extent(2), value.extent(1)];
         let mut give: Vec<Vec<Tensor>> = (0..dealt.degree).map(|_| Vec::new()).collect();
         let mut sums = Vec::new();
         for (part, mut sum) in std::mem::take(&mut self.sums) {
@@ -247,7 +248,7 @@ impl<'a> KeySums<'a> {
             }
             let (rows, sum) = (self.rows_of(part), sum.finish()?.ok_or_else(missing)?);
             for (dim, (sum, all)) in [1, 0].into_iter().zip(sum.iter().zip([key, value])) {
-                all.f_narrow(dim, rows.first, rows.len)?.f_copy_(sum)?;
+                all.part(dim, rows.first, rows.len)?.f_copy_(sum)?;
             }
         }
         Ok(())
@@ -286,9 +287,9 @@ impl<'a> KeySums<'a> {
             let mut at = 0;
             for (part, level, first) in expected(place) {
                 let len = self.rows_of(part).len;
-                let key = flat.f_narrow(0, at, heads * len * width)?.f_view([heads, len, width])?;
+                let key = flat.part(0, at, heads * len * width)?.f_view([heads, len, width])?;
                 at += heads * len * width;
-                let value = flat.f_narrow(0, at, len * values)?.f_view([len, values])?;
+                let value = flat.part(0, at, len * values)?.f_view([len, values])?;
                 at += len * values;
                 found.push((part, first, level, vec![key, value]));
             }
