@@ -10,6 +10,7 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/narrow.h>
+#include <ATen/ops/transpose.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -37,6 +38,14 @@ struct Plain {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
 };
+
+// An alias for which no operator is called: nothing that is recorded for gradients.
+at::Tensor view(const at::Tensor& of, at::IntArrayRef size, at::IntArrayRef stride, int64_t offset) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(of.storage()), of.key_set(), of.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return made;
+}
 
 // Runs an operator whose failure is reported as tch reports it.
 template <typename Body>
@@ -105,11 +114,23 @@ int shim_part(const at::Tensor* tensor, int64_t dimension, int64_t first, int64_
     }
     at::DimVector size(sizes.begin(), sizes.end());
     size[dimension] = length;
-    auto part = at::detail::make_tensor<c10::TensorImpl>(
-        c10::TensorImpl::VIEW, c10::Storage(tensor->storage()), tensor->key_set(), tensor->dtype());
-    const int64_t offset = tensor->storage_offset() + first * strides[dimension];
-    part.unsafeGetTensorImpl()->set_sizes_and_strides(size, strides, offset);
-    *out = new at::Tensor(std::move(part));
+    *out = new at::Tensor(view(*tensor, size, strides, tensor->storage_offset() + first * strides[dimension]));
+  });
+}
+
+// The same for `transpose`.
+int shim_swapped(const at::Tensor* tensor, int64_t a, int64_t b, at::Tensor** out) {
+  return operate([=] {
+    const int64_t dimensions = tensor->dim();
+    if (std::min(a, b) < 0 || std::max(a, b) >= dimensions || tensor->requires_grad()) {
+      *out = new at::Tensor(tensor->transpose(a, b));
+      return;
+    }
+    const auto sizes = tensor->sizes(), strides = tensor->strides();
+    at::DimVector size(sizes.begin(), sizes.end()), stride(strides.begin(), strides.end());
+    std::swap(size[a], size[b]);
+    std::swap(stride[a], stride[b]);
+    *out = new at::Tensor(view(*tensor, size, stride, tensor->storage_offset()));
   });
 }
 

@@ -36,6 +36,7 @@ unsafe extern "C" {
         length: i64,
         out: *mut *mut C_tensor,
     ) -> c_int;
+    fn shim_swapped(tensor: *const C_tensor, a: i64, b: i64, out: *mut *mut C_tensor) -> c_int;
     fn shim_matmul(left: *const C_tensor, right: *const C_tensor, out: *mut *mut C_tensor)
     -> c_int;
     fn shim_plain(out: *mut *mut c_void) -> c_int;
@@ -101,6 +102,12 @@ pub trait Parts {
     /// # Errors
     /// If the tensor has no such elements.
     fn part(&self, dimension: i64, first: i64, length: i64) -> Result<Tensor>;
+
+    /// Two dimensions exchanged, as an alias.
+    ///
+    /// # Errors
+    /// If the tensor has no such dimensions.
+    fn swapped(&self, a: i64, b: i64) -> Result<Tensor>;
 }
 
 impl Parts for Tensor {
@@ -114,6 +121,11 @@ impl Parts for Tensor {
     fn part(&self, dimension: i64, first: i64, length: i64) -> Result<Tensor> {
         // SAFETY: a live tensor; the out-pointer outlives the call.
         made(|out| unsafe { shim_part(self.as_ptr(), dimension, first, length, out) })
+    }
+
+    fn swapped(&self, a: i64, b: i64) -> Result<Tensor> {
+        // SAFETY: a live tensor; the out-pointer outlives the call.
+        made(|out| unsafe { shim_swapped(self.as_ptr(), a, b, out) })
     }
 }
 
@@ -203,7 +215,7 @@ mod tests {
     }
 
     proptest! {
-        /// As libtorch's `narrow`, which also refuses what there is not.
+        /// As libtorch's `narrow` and `transpose`, which also refuse what there is not.
         #[test]
         fn parts_are_those_of_libtorch(
             shape in prop::collection::vec(0i64..5, 0..4),
@@ -215,16 +227,23 @@ mod tests {
             let x = if turned && shape.len() > 1 { made.transpose(0, 1) } else { made };
             let there = (0..x.dim() as i64).contains(&dimension)
                 && first >= 0 && length >= 0 && first + length <= x.size()[dimension as usize];
-            let found = x.part(dimension, first, length);
-            prop_assert!(found.is_ok() || !there);
-            match x.f_narrow(dimension, first, length) {
-                Ok(wanted) => {
-                    let found = found.unwrap();
-                    let layout = |x: &Tensor| (x.size(), x.stride(), x.data_ptr(), x.is_contiguous());
-                    prop_assert_eq!(layout(&found), layout(&wanted));
-                    prop_assert_eq!(found, wanted);
+            let part = x.part(dimension, first, length);
+            prop_assert!(part.is_ok() || !there);
+            let pairs = [
+                (part, x.f_narrow(dimension, first, length)),
+                (x.swapped(dimension, first), x.f_transpose(dimension, first)),
+            ];
+            for (found, wanted) in pairs {
+                match wanted {
+                    Ok(wanted) => {
+                        let found = found.unwrap();
+                        let layout =
+                            |x: &Tensor| (x.size(), x.stride(), x.data_ptr(), x.is_contiguous());
+                        prop_assert_eq!(layout(&found), layout(&wanted));
+                        prop_assert_eq!(found, wanted);
+                    }
+                    Err(_) => prop_assert!(found.is_err()),
                 }
-                Err(_) => prop_assert!(found.is_err()),
             }
         }
     }

@@ -1,7 +1,6 @@
 //! Sums of pairs of tensors, converted to f32 and checksummed in the same pass, for many tensors in one launch:
 //! `finish_add` of `finish.h`, over a table.
 
-use crate::layout::Parts as _;
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
@@ -9,6 +8,7 @@ use tch::{Kind, Tensor};
 use super::pieces::blocks_of;
 use super::queue::{Argument, Queue};
 use crate::Result;
+use crate::layout::Parts as _;
 
 /// Words of a row of the table (`Addition` in `finish.h`).
 const ROW: i64 = 10;

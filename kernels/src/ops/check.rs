@@ -3,7 +3,6 @@
 //! A tensor of another shape, kind or layout is a bug of the caller. It is an error that names the operation and the
 //! operand, never a reason to compute in another way.
 
-use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::call::Call;
@@ -11,6 +10,7 @@ use super::{
     Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, ExpertRows, NormBack, QueryKey,
     ResidualScaling, RouterWeights, Update,
 };
+use crate::layout::Parts as _;
 use crate::{Error, Result};
 
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor) -> Result<[i64; 2]> {

@@ -1,7 +1,6 @@
 //! Operations composed of others and of libtorch's operators, the same in every table; a device may have kernels of its
 //! own.
 
-use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::call::Call;
@@ -14,6 +13,7 @@ use super::{
     Routes,
 };
 use crate::Result;
+use crate::layout::Parts as _;
 
 pub(super) fn attention_backward_whole<O: Ops + ?Sized>(
     ops: &O,
@@ -46,7 +46,7 @@ pub(super) fn router<O: Ops + ?Sized>(
     check::router(by, x, before, balance)?;
     let mut state = match by.down.kind() {
         Kind::Float => x.f_linear(by.down, Some(by.down_bias))?,
-        _ => x.f_matmul(&by.down.f_tr()?)?.f_add(by.down_bias)?,
+        _ => x.f_matmul(&by.down.swapped(0, 1)?)?.f_add(by.down_bias)?,
     };
     if let (Some(decay), Some(before)) = (by.decay, before) {
         let _ = state.f_addcmul_(before, decay)?;
@@ -56,7 +56,7 @@ pub(super) fn router<O: Ops + ?Sized>(
     let first_out = first.f_gelu("none")?;
     let second = first_out.f_linear(by.fc2, Some(by.fc2_bias))?;
     let second_out = second.f_gelu("none")?;
-    let logits = second_out.f_matmul(&by.out.f_tr()?)?;
+    let logits = second_out.f_matmul(&by.out.swapped(0, 1)?)?;
     let [probabilities, choice, weight] = chosen(&logits, Some(balance), TopK::ONE)?;
     let saved = RouterSaved {
         before: before.map(Tensor::shallow_clone),
@@ -87,11 +87,11 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
         return Err(foreign("router_backward", "saved"));
     };
     let logits = chosen_back(&saved.probabilities, &saved.choice, weight, TopK::ONE)?;
-    let out = logits.f_tr()?.f_matmul(second_out)?;
+    let out = logits.swapped(0, 1)?.f_matmul(second_out)?;
     let second = second.f_gelu_backward(&logits.f_matmul(by.out)?, "none")?;
-    let fc2 = second.f_tr()?.f_matmul(first_out)?;
+    let fc2 = second.swapped(0, 1)?.f_matmul(first_out)?;
     let first = first.f_gelu_backward(&second.f_matmul(by.fc2)?, "none")?;
-    let fc1 = first.f_tr()?.f_matmul(normed)?;
+    let fc1 = first.swapped(0, 1)?.f_matmul(normed)?;
     let inner = first.f_matmul(by.fc1)?;
     let (mut own, norm) = ops.rms_norm_backward(&saved.state, &saved.factors, by.norm, &inner)?;
     if let Some(state) = state {
@@ -99,8 +99,8 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     }
     let narrow = own.f_to_kind(x.kind())?;
     let down = match by.part {
-        true => ops.matmul_part(&narrow.f_tr()?, x)?,
-        false => narrow.f_tr()?.f_matmul(x)?,
+        true => ops.matmul_part(&narrow.swapped(0, 1)?, x)?,
+        false => narrow.swapped(0, 1)?.f_matmul(x)?,
     };
     let (mut decay, mut before) = (None, None);
     if let (Some(by), Some(entered)) = (by.decay, &saved.before) {
@@ -142,7 +142,7 @@ pub(super) fn grouped_matmul<O: Ops + ?Sized>(
     for &[expert, start, count] in by.runs("grouped_matmul")? {
         let weight = weights.f_get(expert)?;
         let part = |x: &Tensor| x.part(0, start, count);
-        ops.matmul_into(&part(&out)?, &part(rows)?, &weight.f_tr()?)?;
+        ops.matmul_into(&part(&out)?, &part(rows)?, &weight.swapped(0, 1)?)?;
     }
     Ok(out)
 }
@@ -197,7 +197,7 @@ pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(
     for &[expert, start, count] in by.runs("grouped_matmul_weights")? {
         let part = |x: &Tensor| x.part(0, start, count);
         let _ = out.part(0, idle, expert - idle)?.f_zero_()?;
-        ops.matmul_into(&out.f_get(expert)?, &part(grad)?.f_tr()?, &part(rows)?)?;
+        ops.matmul_into(&out.f_get(expert)?, &part(grad)?.swapped(0, 1)?, &part(rows)?)?;
         idle = expert + 1;
     }
     let _ = out.part(0, idle, by.experts - idle)?.f_zero_()?;

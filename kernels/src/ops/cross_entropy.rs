@@ -5,13 +5,13 @@
 //! sums its exponentials relative to it, and the sums are added in a tree: so it does not matter which rank computes a
 //! shard.
 
-use crate::layout::Parts as _;
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
 use super::{CrossEntropy, CrossEntropyGrads, Ops, check};
 use crate::Result;
+use crate::layout::Parts as _;
 use crate::tree::{Counter, no_part};
 
 pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {

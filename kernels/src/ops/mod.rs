@@ -34,7 +34,6 @@ mod shapes;
 mod tests;
 mod update;
 
-use crate::layout::Parts as _;
 use std::fmt;
 
 use tch::{Device, Kind, Tensor};
@@ -178,7 +177,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
 
     /// Rows of `x`, `[N, D]`, as operands of experts' matmuls.
     fn expert_input(&self, x: &Tensor, by: &Dispatch) -> Result<ExpertInput> {
-        Ok(ExpertInput::Sorted(self.permute(x, by)?.part(0, 0, by.computed)?))
+        Ok(ExpertInput::Sorted(self.permute(x, by)?.f_narrow(0, 0, by.computed)?))
     }
 
     /// Each expert's rows times its weights, `[E, B, A]`: of `rows`, `[P, A]` or the first rows of such, `[P, B]` in

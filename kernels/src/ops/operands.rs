@@ -1,11 +1,11 @@
 //! Operands and results of operations, beyond single tensors.
 
-use crate::layout::Parts as _;
 use std::cell::OnceCell;
 
 use tch::{Kind, Tensor};
 
 use super::call::Call;
+use crate::layout::Parts as _;
 use crate::{Error, Result};
 
 /// Vectors `[D]`, f32, that scale and shift both sides of a residual addition.

@@ -13,7 +13,6 @@
 
 #![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
 
-use crate::layout::Parts as _;
 use std::ffi::c_int;
 
 use tch::{Kind, Tensor};
@@ -21,6 +20,7 @@ use torch_sys::C_tensor;
 
 use super::Queue;
 use super::choice::{ATTENTION, capability};
+use crate::layout::Parts as _;
 use crate::ops::call::Call;
 use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, HeadGrads, check};
 use crate::shim::guarded;
@@ -104,7 +104,7 @@ fn halves(ends: &Tensor) -> Result<[Tensor; 2]> {
 fn operands(by: Attention) -> Result<[Tensor; 3]> {
     let [_, keys, width] = by.shape;
     let value = by.value.f_view([-1, keys, width])?;
-    Ok([by.query.f_transpose(0, 1)?, by.key.f_transpose(0, 1)?, value])
+    Ok([by.query.swapped(0, 1)?, by.key.swapped(0, 1)?, value])
 }
 
 fn scale(by: Attention) -> f64 {
@@ -190,9 +190,5 @@ fn gradients(by: Attention, saved: &[[Tensor; 2]], grad: &Tensor) -> Result<[Ten
         None,
     )
     .map_err(Error::from)?;
-    Ok([
-        to_query.f_transpose(0, 1)?,
-        to_key.f_transpose(0, 1)?,
-        to_value.f_reshape(by.value.size())?,
-    ])
+    Ok([to_query.swapped(0, 1)?, to_key.swapped(0, 1)?, to_value.f_reshape(by.value.size())?])
 }

@@ -6,12 +6,12 @@
 //! for each expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`): six host waits for each layer of a micro-batch. There
 //! we use our own kernels. [`GROUPED`] overrides this if measurements differ.
 
-use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::choice::{GROUPED, capability};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
+use crate::layout::Parts as _;
 use crate::ops::call::Call;
 use crate::ops::{Dispatch, ExpertGradient, ExpertInput, ParamGradient, check};
 
@@ -67,7 +67,7 @@ pub(super) fn matmul(
     let [width, inner] = check::grouped(&call, by, rows, weights, [1, 2])?;
     let ends = by.ends(call.0)?;
     if by_library(queue, asked, rows, [width, inner]) {
-        return library(rows, &weights.f_transpose(1, 2)?, ends, by.experts);
+        return library(rows, &weights.swapped(1, 2)?, ends, by.experts);
     }
     let out = queue.room(&[by.rows, width], rows.kind())?;
     let kernel = by_kind(rows, [c"grouped_f32", c"grouped_bf16"]);
@@ -177,7 +177,7 @@ pub(super) fn weights(
     let [height, width] = check::grouped_weights(&call, by, grad, rows)?;
     let ends = by.ends(call.0)?;
     if by_library(queue, asked, rows, [height, width]) {
-        let made = library(&grad.f_tr()?, rows, ends, by.experts)?.f_contiguous()?;
+        let made = library(&grad.swapped(0, 1)?, rows, ends, by.experts)?.f_contiguous()?;
         return Ok(ParamGradient::Experts(ExpertGradient { made, ends: ends.shallow_clone() }));
     }
     let order = [Argument::Nothing];

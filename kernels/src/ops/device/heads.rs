@@ -1,11 +1,11 @@
 //! The parts around attention: the depthwise convolution and the value shift, queries and keys; and gated linear units.
 
-use crate::layout::Parts as _;
 use tch::{Kind, Tensor};
 
 use super::rows::{banded, bands, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
+use crate::layout::Parts as _;
 use crate::ops::call::Call;
 use crate::ops::{
     ConvShift, ConvShiftGrads, HeadGrads, QueriesAndKeys, QueryKey, QueryKeyGrads, check,

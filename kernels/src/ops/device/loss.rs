@@ -4,13 +4,13 @@
 //! exponentials are summed within shards and then in the tree over shards; the gradients of logits need only the
 //! logarithm of the sum.
 
-use crate::layout::Parts as _;
 use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
 use crate::Result;
+use crate::layout::Parts as _;
 use crate::ops::{CrossEntropy, CrossEntropyGrads, Ops, check, cross_entropy as composed};
 use crate::tree::Counter;
 
@@ -52,7 +52,7 @@ impl<'a> Chunk<'a> {
         let logits = queue.room(&[count, by.weights.extent(0)], rows.kind())?;
         for shard in shards(by) {
             let weights = narrow(by.weights, 0, &shard)?;
-            ops.matmul_into(&narrow(&logits, 1, &shard)?, &rows, &weights.f_tr()?)?;
+            ops.matmul_into(&narrow(&logits, 1, &shard)?, &rows, &weights.swapped(0, 1)?)?;
         }
         let log_sum = queue.room(&[count], Kind::Float)?;
         let kernel = by_kind(&logits, [c"cross_entropy_f32", c"cross_entropy_bf16"]);
@@ -93,8 +93,8 @@ impl<'a> Chunk<'a> {
             let (mut weights, slopes) =
                 (narrow(weights, 0, &shard)?, narrow(&self.logits, 1, &shard)?);
             match self.by.part {
-                true => drop(weights.f_add_(&self.ops.matmul_part(&slopes.f_tr()?, rows)?)?),
-                false => self.ops.matmul_add(&mut weights, &slopes.f_tr()?, rows)?,
+                true => drop(weights.f_add_(&self.ops.matmul_part(&slopes.swapped(0, 1)?, rows)?)?),
+                false => self.ops.matmul_add(&mut weights, &slopes.swapped(0, 1)?, rows)?,
             }
         }
         Ok(())

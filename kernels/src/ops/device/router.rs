@@ -1,6 +1,5 @@
 //! The router: one launch each way between the matmuls of its input, which a library computes.
 
-use crate::layout::Parts as _;
 use std::ffi::CStr;
 
 use tch::{Kind, Tensor};
@@ -8,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::rows::{bands, of_bands};
 use super::{Argument, Queue};
 use crate::Result;
+use crate::layout::Parts as _;
 use crate::ops::operands::RouterHidden;
 use crate::ops::{
     ParamGradient, REFERENCE, RouterGrads, RouterSaved, RouterWeights, Routes, check,
@@ -37,7 +37,7 @@ pub(super) fn router(
     if size > WIDEST[1] {
         return REFERENCE.router(by, x, before, balance);
     }
-    let projected = x.f_matmul(&by.down.f_tr()?)?;
+    let projected = x.f_matmul(&by.down.swapped(0, 1)?)?;
     let state = match projected.kind() {
         Kind::Float => projected.shallow_clone(),
         _ => queue.room(&[rows, size], Kind::Float)?,
@@ -108,8 +108,10 @@ pub(super) fn router_backward(
     let squares = over_rows(&layers.part(0, 2, 2)?, &layers.part(0, 0, 2)?)?;
     let vector = |which| of_bands(&partial, &[which], &[size]);
     let down = match by.part {
-        true => narrow.f_to_kind(Kind::Float)?.f_tr()?.f_matmul(&x.f_to_kind(Kind::Float)?)?,
-        false => narrow.f_tr()?.f_matmul(x)?,
+        true => {
+            narrow.f_to_kind(Kind::Float)?.swapped(0, 1)?.f_matmul(&x.f_to_kind(Kind::Float)?)?
+        }
+        false => narrow.swapped(0, 1)?.f_matmul(x)?,
     };
     Ok(RouterGrads {
         input: narrow.f_matmul(by.down)?,
@@ -137,7 +139,7 @@ fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         parts *= 2;
     }
     let cut = |x: &Tensor, width| x.f_view([stack * parts, rows / parts, width]);
-    let sums = cut(a, left)?.f_transpose(1, 2)?.f_bmm(&cut(b, right)?)?;
+    let sums = cut(a, left)?.swapped(1, 2)?.f_bmm(&cut(b, right)?)?;
     Ok(sums.f_view([stack, parts, left, right])?)
 }
 

@@ -1,6 +1,5 @@
 //! Attention over documents: all of a chunk in one launch forward and two backward.
 
-use crate::layout::Parts as _;
 use std::cell::OnceCell;
 use std::ffi::CStr;
 
@@ -8,6 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
 use crate::Result;
+use crate::layout::Parts as _;
 use crate::ops::call::Call;
 use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, check};
 

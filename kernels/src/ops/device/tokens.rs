@@ -1,6 +1,5 @@
 //! Tokens: their embedding rows, and their dispatch to experts and back.
 
-use crate::layout::Parts as _;
 use std::ffi::CStr;
 
 use tch::{Kind, Tensor};
@@ -8,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::rows::{BAND, bands, columns, lanes, products};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
+use crate::layout::Parts as _;
 use crate::ops::call::Call;
 use crate::ops::operands::{ExpertRanges, TokenOrder};
 use crate::ops::{Dispatch, ExpertRows, ParamGradient, check};

@@ -8,10 +8,10 @@
 //! values are sent first and travel while queries and keys are computed. Attention itself is in `softmax`, the backward
 //! pass in `cca_back`.
 
-use kernels::layout::Parts as _;
 use std::any::Any;
 
 use kernels::Result;
+use kernels::layout::Parts as _;
 use kernels::ops::{ConvShift, QueryKey};
 use tch::Tensor;
 
@@ -242,7 +242,7 @@ impl ShardedAttention<5> for Cca {
 impl Heads {
     fn forward(self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Saved)> {
         let (ops, all) = (pass.ops, pass.chunks);
-        let projected = x.iter().map(|x| ops.matmul(x, &self.proj.f_tr()?));
+        let projected = x.iter().map(|x| ops.matmul(x, &self.proj.swapped(0, 1)?));
         let projected = joined(&projected.collect::<Result<Vec<_>>>()?, 0)?;
         let projected = all.beside(&projected, 0)?.wait()?;
         let (mut taps, mut values) = (Vec::new(), Vec::new());
@@ -278,7 +278,7 @@ impl Heads {
         projected: &Tensor,
         taps: Tensor,
     ) -> Result<(Tensor, SavedChunk)> {
-        let raw = pass.ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;
+        let raw = pass.ops.matmul(&taps, &self.kernel.swapped(1, 2)?)?;
         let made = pass.ops.query_key(projected, raw, self.turned(chunk))?;
         let (x, raw, factor) = (x.shallow_clone(), made.raw, made.factors);
         Ok((made.out, SavedChunk { x, taps, raw, factor }))

@@ -3,6 +3,7 @@
 //! Gradients of rows that adjacent chunks read are computed where the rows are, from those chunks' gradients.
 
 use kernels::Result;
+use kernels::layout::Parts as _;
 use tch::Tensor;
 
 use super::cca::Saved;
@@ -26,7 +27,7 @@ impl Saved {
             let turned_heads = self.heads.turned(chunk);
             let (raw, factor) = (&saved.raw, &saved.factor);
             let back = ops.query_key_backward(raw, factor, turned_heads, qk, pass.kind)?;
-            let grouped = pass.gradient(&back.raw.f_transpose(1, 2)?, &saved.taps)?;
+            let grouped = pass.gradient(&back.raw.swapped(1, 2)?, &saved.taps)?;
             taps.push(ops.matmul(&back.raw, &self.heads.kernel)?);
             let grouped = grouped.f_view([-1, pass.config.head_dim, 2])?;
             turned.push((back.means, grouped, back.bias, back.temperature));
@@ -45,7 +46,7 @@ impl Saved {
             let projected = chunk.own(&conv.input, 0)?;
             let input = pass.of_shard(&projected, &self.heads.proj)?;
             gradients.push(HeadsGrads {
-                proj: pass.gradient(&projected.f_tr()?, x)?,
+                proj: pass.gradient(&projected.swapped(0, 1)?, x)?,
                 values: self.heads.values,
                 depthwise: conv.weights,
                 depthwise_bias: conv.bias,

@@ -6,11 +6,11 @@
 //! Unsorting is a gather, never an addition. The skip class comes last in the order and has no expert. An expert
 //! without a token is not computed, and its gradient is exactly zero. Shards are parts of the inner width.
 
-use kernels::layout::Parts as _;
 use std::ops::Range;
 use std::rc::Rc;
 
 use kernels::Result;
+use kernels::layout::Parts as _;
 use kernels::ops::linear_router::{repeated, summed};
 use kernels::ops::{Dispatch, ExpertInput, OpsTable, ParamGradient, Routes, UsedExperts};
 use kernels::tree::Counter;

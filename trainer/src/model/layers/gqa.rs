@@ -3,10 +3,10 @@
 //! Names are those of `llama` and `qwen3` in transformers. A shard is a group of key heads with their query heads, as
 //! in `cca`; the norms have one weight for all heads, so their gradients are summed over shards.
 
-use kernels::layout::Parts as _;
 use std::any::Any;
 
 use kernels::Result;
+use kernels::layout::Parts as _;
 use kernels::ops::rotary::{rotated, rotated_back};
 use kernels::ops::{OpsTable, ParamGradient};
 use kernels::tree::Counter;

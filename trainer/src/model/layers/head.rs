@@ -5,6 +5,7 @@
 //! gradient of the embedding, in order, and is freed.
 
 use contract::Result;
+use kernels::layout::Parts as _;
 use kernels::ops::{CrossEntropy, OpsTable};
 use tch::{Kind, Tensor};
 
@@ -99,7 +100,7 @@ impl Head {
     pub(in crate::model) fn logits(&self, pass: &Pass<'_>, hidden: &[Tensor]) -> Result<Tensor> {
         let (table, hidden) = self.widened(pass, hidden).map_err(refused)?;
         let logits = |hidden| {
-            let logits = pass.ops.matmul(hidden, &table.f_tr()?)?;
+            let logits = pass.ops.matmul(hidden, &table.swapped(0, 1)?)?;
             Ok(logits.f_to_kind(Kind::Float)?)
         };
         let logits = hidden.iter().map(logits).collect::<kernels::Result<Vec<_>>>();
@@ -154,7 +155,7 @@ fn of<'a>(
 /// with a label are computed: a sequence that is scored has few.
 fn misses(ops: OpsTable, head: &CrossEntropy<'_>) -> kernels::Result<Tensor> {
     let mut misses = head.mask.f_zeros_like()?;
-    let weights = head.weights.f_tr()?;
+    let weights = head.weights.swapped(0, 1)?;
     let size = weights.size()[1];
     let ids = Tensor::f_arange(size, (Kind::Int64, weights.device()))?;
     let none = Tensor::f_full([1], size, (Kind::Int64, weights.device()))?;

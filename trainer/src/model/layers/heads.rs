@@ -3,10 +3,10 @@
 //! A shard is a group of key heads with their query heads, means, convolutions and temperatures. A single shard reads
 //! the weights in place.
 
-use kernels::layout::Parts as _;
 use std::ops::Range;
 
 use kernels::Result;
+use kernels::layout::Parts as _;
 use kernels::ops::{OpsTable, ParamGradient};
 use tch::Tensor;
 

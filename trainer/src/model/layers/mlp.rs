@@ -131,10 +131,10 @@ impl Mlp {
         for number in 0..pass.shards {
             let [gate, up, down] = self.shard(pass, number, shards.next()?)?;
             for (Saved { x, inner }, sum) in &mut passing {
-                let side = |weight: &Tensor| pass.ops.matmul(x, &weight.f_tr()?);
+                let side = |weight: &Tensor| pass.ops.matmul(x, &weight.swapped(0, 1)?);
                 let both = Tensor::f_cat(&[side(&gate)?, side(&up)?], 1)?;
                 let product = pass.ops.swiglu(&both)?;
-                sum.push(pass.of_shard(&product, &down.f_tr()?)?)?;
+                sum.push(pass.of_shard(&product, &down.swapped(0, 1)?)?)?;
                 inner.push([both, product]);
             }
         }
@@ -204,9 +204,9 @@ impl<'a> BackwardChunk<'a> {
         let [own_gate, own_up] = [both.part(1, 0, width)?, both.part(1, width, width)?];
         let input = pass.of_shard(&own_up, up)?.f_to_kind(Kind::Float)?;
         sum.push(input.f_add(&pass.of_shard(&own_gate, gate)?)?)?;
-        weights[0].push(pass.gradient(&own_gate.f_tr()?, x)?);
-        weights[1].push(pass.gradient(&own_up.f_tr()?, x)?);
-        weights[2].push(pass.gradient(&grad.f_tr()?, product)?);
+        weights[0].push(pass.gradient(&own_gate.swapped(0, 1)?, x)?);
+        weights[1].push(pass.gradient(&own_up.swapped(0, 1)?, x)?);
+        weights[2].push(pass.gradient(&grad.swapped(0, 1)?, product)?);
         Ok(())
     }
 }

@@ -5,10 +5,10 @@
 //! the backward pass, so that no rank saves those of others. Gradients of keys and values are summed over the chunks
 //! that see them.
 
-use kernels::layout::Parts as _;
 use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::Result;
+use kernels::layout::Parts as _;
 use kernels::ops::{Attended, Attention, AttentionGrads, HeadGrads};
 use kernels::tree::{Counter, TreeNodes, blocks};
 use tch::{Kind, Tensor};
@@ -71,7 +71,7 @@ impl SavedSoftmax {
         for (chunk, qk) in pass.chunks.iter().zip(qk) {
             let seen = QueriesWithKeys::of(chunk, &qk, &seen, &values, shape)?;
             let attended = pass.ops.attention(seen.operands(chunk))?;
-            outs.push(pass.of_shard(&attended.heads, &o_proj.f_tr()?)?);
+            outs.push(pass.of_shard(&attended.heads, &o_proj.swapped(0, 1)?)?);
             chunks.push((qk, attended));
         }
         Ok((outs, SavedSoftmax { key, value: value.shallow_clone(), chunks, shape }))
@@ -95,7 +95,7 @@ impl SavedSoftmax {
         let chunks = pass.chunks.shared().own();
         for (at, ((saved_qk, attended), grad)) in self.chunks.iter_mut().zip(grad).enumerate() {
             let chunk = pass.chunks.of(at);
-            outs.push(pass.gradient(&grad.f_tr()?, &attended.heads)?);
+            outs.push(pass.gradient(&grad.swapped(0, 1)?, &attended.heads)?);
             let heads = ops.matmul(grad, o_proj)?;
             let seen = QueriesWithKeys::of(chunk, saved_qk, &keys_seen, &values_seen, self.shape)?;
             let kept = std::mem::take(&mut attended.saved);
