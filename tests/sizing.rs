@@ -72,6 +72,29 @@ fn the_shipped_recipe_is_planned_on_published_figures() {
     assert!(std::fs::read_to_string(&plot).unwrap().contains("goodput"));
 }
 
+/// Parts of one phase have their first step behind their name.
+#[test]
+fn parts_of_a_phase_are_named() {
+    let scratch = Scratch::new();
+    let curricula = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("curricula");
+    std::os::unix::fs::symlink(curricula.join("stubs"), scratch.path("stubs")).unwrap();
+    let text = std::fs::read_to_string(curricula.join("phase3.toml")).unwrap();
+    let cut = "seq_len = 32_768\ncontext_chunks = 16 #";
+    let text = text.replace("seq_len = 32_768", cut) + "[[amendment]]\nstep = 3\ndtype = \"f32\"\n";
+    let path = scratch.write("amended.toml", text);
+    let cluster = ["--cluster", "mi300x-pollara", "--ranks", "16", "--compare-degrees"];
+    let told = ztrain(&[&["plan", arg(&path)], &cluster[..]].concat()).ok();
+    for step in [1, 3] {
+        for then in [": ", " with --cp 1 --tsp 1: "] {
+            let wanted = format!("\nphase pretrain-1 from step {step}{then}");
+            assert!(told.contains(&wanted), "no {wanted:?} in {told}");
+        }
+    }
+    for phase in ["pretrain-2", "midtrain-32k"] {
+        assert!(told.contains(&format!("\nphase {phase}: ")), "{told}");
+    }
+}
+
 #[test]
 fn operations_are_timed_beside_libtorchs() {
     let scratch = Scratch::new();

@@ -50,10 +50,11 @@ impl Model {
             200,
         );
         let out = self.micro_batch(&arrays.input(), options);
-        assert!(relative(&out.token_losses, &losses) < 2e-6, "{options:?}");
+        assert!(relative(&out.token_losses, &losses) < 1e-6, "{options:?}");
         let z_loss = z_losses.sum(Kind::Double).double_value(&[]);
         assert!((out.z_loss - z_loss).abs() <= 1e-6 * z_loss, "{options:?}");
-        let worst = assert_gradients(&specs, &out.grads, &grads, &options);
+        // A temperature's gradient is one sum over all tokens, whose terms cancel: 2.4e-5 on one processor.
+        let worst = assert_gradients(&specs, &out.grads, &grads, 5e-5, &options);
         println!("{options:?}: largest |a - b| / |b| against f64: {worst:.1e}");
     }
 }
